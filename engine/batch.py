@@ -1,0 +1,71 @@
+"""One step, in three lives: `Batch`-like host plan (`StepPlan`), and what the device sees (`ForwardContext`).
+
+Shape letters used in the project: T tokens of the step, B sequences of the step, D hidden, K experts per token,
+E experts, I expert width, H heads, R rank, P pages per sequence, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from loraplex.kernels.lora.batch_info import LoRABatchInfo
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A step as flat ints, made by rank 0's scheduler; all that a follower rank ever sees. Row i is one sequence.
+
+    Rows are ordered as scheduled; a row contributes `num_new[i]` consecutive tokens.
+    """
+
+    is_decode: bool
+    """Every row has exactly one new token."""
+    rows: list[int]
+    """Persistent row of each sequence in the device-side state (last token, penalty counts)."""
+    num_new: list[int]
+    seq_lens: list[int]
+    """KV length after this step: computed before + new."""
+    ids: list[int]
+    """[T] token ids; −1 means: the last token sampled for this row, taken from the device buffer."""
+    pages: list[list[int]]
+    """KV page numbers of each row, in order; covers seq_lens."""
+    slots: list[int]
+    """[B] adapter slot of each row, 0…S−1; −1 is the base model."""
+    slot_rows: list[int]
+    """[S'] resident-adapter table row of each slot used in this step."""
+    sample: list[bool]
+    """[B] whether the row's last position is sampled in this step (False: more prompt chunks to come)."""
+    prompt_logprobs: list[int]
+    """[B] −1: none; k ≥ 0: logprobs of this chunk's prompt positions with k alternatives."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Where this step's keys and values go and what each query sees. Device tensors, plus host lists the CPU
+    reference uses to avoid reading the device back."""
+
+    slot_mapping_T: torch.Tensor
+    """int64 [T]: flat KV position (page · page_size + offset) each token's k and v are stored at."""
+    page_table_BP: torch.Tensor
+    """int32 [B, P]: pages of each row, tail filled with 0."""
+    query_start_B1: torch.Tensor
+    """int32 [B + 1]: exclusive prefix sum of query_lens."""
+    seq_lens_B: torch.Tensor
+    """int32 [B]."""
+    query_lens: list[int]
+    seq_lens: list[int]
+    page_size: int
+    is_decode: bool
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What a forward needs besides its input: passed explicitly to every layer, no globals."""
+
+    positions_T: torch.Tensor
+    """int64 [T]."""
+    attn: AttentionPlan
+    kv: list[tuple[torch.Tensor, torch.Tensor]]
+    """Per layer (k, v), each [num_pages · page_size, H_kv_local, head_dim]."""
+    lora: LoRABatchInfo | None
+    """None: no token of this step uses an adapter; no LoRA code runs."""
