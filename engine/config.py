@@ -27,14 +27,21 @@ class ModelConfig:
     chat_template: str | None = flag(None, "Jinja file that replaces the tokenizer's chat template")
     served_model_name: tuple[str, ...] = flag((), "names of the base model in the API (default: the model as typed)")
     load_format: Literal["auto", "dummy"] = flag("auto", "auto reads safetensors; dummy makes random weights")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag("auto", "auto: float32 on CPU, the checkpoint's on CUDA")
-    context_length: int | None = flag(None, "tokens of prompt + completion (default: the model's)", aliases=("max-model-len",))
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "auto: float32 on CPU, the checkpoint's on CUDA"
+    )
+    context_length: int | None = flag(
+        None, "tokens of prompt + completion (default: the model's)", aliases=("max-model-len",)
+    )
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where the model runs")
     random_seed: int = flag(0, "seed of requests that bring none, and of dummy weights", aliases=("seed",))
     sampling_defaults: Literal["model", "openai"] = flag(
-        "model", "model: temperature, top_p and top_k of generation_config.json; openai: 1, 1 and off")
+        "model", "model: temperature, top_p and top_k of generation_config.json; openai: 1, 1 and off"
+    )
     logprobs_mode: Literal["raw", "processed"] = flag(
-        "raw", "raw: log-softmax of the model's logits; processed: after bias, penalties, temperature and masks")
+        "raw",
+        "raw: log-softmax of the model's logits; processed: after bias, penalties, temperature and masks",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +51,9 @@ class CacheConfig:
     mem_fraction_static: float = flag(0.88, "share of device memory for weights, adapters and KV (CUDA)")
     max_total_tokens: int | None = flag(None, "size of the KV pool in tokens (default: what fits)")
     page_size: int = flag(16, "tokens in one KV page", aliases=("block-size",))
-    disable_radix_cache: bool = flag(False, "do not reuse the KV of common prompt prefixes",
-                                     negates="enable-prefix-caching")
+    disable_radix_cache: bool = flag(
+        False, "do not reuse the KV of common prompt prefixes", negates="enable-prefix-caching"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
