@@ -87,7 +87,7 @@ class Sampler:
             torch.tensor(output_ids, dtype=torch.int64), minlength=self.vocab_size
         ).to(self.device, torch.int32)
         self._prompt_seen[row] = False
-        self._prompt_seen[row, torch.tensor(prompt_ids, device=self.device)] = True
+        self._prompt_seen[row, self._index(prompt_ids)] = True
 
     def sample(self, logits_NV: torch.Tensor, rows: list[SampleRow]) -> Sampled:
         """Draws one token per row. logits fp32 [N, V]; they are not kept unchanged."""
