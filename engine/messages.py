@@ -59,7 +59,7 @@ FrontMessage = Submit | Abort | LoadAdapter | UnloadAdapter | GetState | Shutdow
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error a client can see; becomes OpenAI's error body. The text must hold no paths of the process, no addresses."""
+    """An error a client can see; becomes OpenAI's error body. Its text holds no paths of the process, no addresses."""
 
     status: int
     message: str
