@@ -85,7 +85,7 @@ class EngineLoop:
             context_length=runner.context_length,
             max_running=config.scheduler.max_running_requests,
             max_queued=config.scheduler.max_queued_requests,
-            chunk=config.scheduler.chunk_tokens,
+            chunk=config.scheduler.prefill_budget,
             adapter_slots=config.lora.max_loras_per_batch,
             eos_token_ids=frozenset(runner.generation.eos_token_ids),
         )
@@ -109,7 +109,7 @@ class EngineLoop:
         parallel = init_parallel(0, config.parallel.tp_size, rendezvous, device)
         runner = ModelRunner(config, parallel, device, say)
         manager = AdapterManager(config.lora, runner.adapters, followers)
-        for name, path in config.lora.named_paths:
+        for name, path in config.lora.adapters:
             say(f"loading adapter {name}")
             _load_at_start(manager, runner, config, name, path)
         if manager.bytes:

@@ -14,10 +14,13 @@ from loraplex.engine.memory import available_bytes, num_kv_pages, parameter_byte
 from loraplex.engine.messages import TokenLogprobs
 from loraplex.engine.model_config import DTYPES, read_generation_config, read_model_spec
 from loraplex.engine.models import build_model
+from loraplex.engine.models.decoder import CausalLM
 from loraplex.engine.parallel import Parallel
 from loraplex.engine.sampler import Sampled, Sampler, top_logprobs
 from loraplex.engine.step import SamplingPlan, StepResult
 from loraplex.engine.weights import init_dummy, load_weights
+from loraplex.kernels.lora.batch_info import LoRABatchInfo
+from loraplex.kernels.lora.experts import expert_lora_op
 
 PROMPT_LOGITS_ROWS = 256
 """Prompt positions whose logits exist at once: 256 × 151,936 × 4 bytes = 155 MB."""
@@ -56,17 +59,17 @@ class ModelRunner:
             device,
             self.dtype,
             dense_op=self.lora.add_,
-            virtual_experts=config.lora.lora_use_virtual_experts,
-            enabled=config.lora.enabled,
+            expert_op=expert_lora_op(config.lora.lora_use_virtual_experts),
+            enabled=bool(config.lora.enable_lora),
         )
 
-    def _load(self) -> torch.nn.Module:
+    def _load(self) -> CausalLM:
         model = build_model(self.spec, self.parallel, self.dtype, self.device)
         if self.config.model.load_format == "dummy":
             init_dummy(model, self.config.model.random_seed)
         else:
             load_weights(model, self.config.model.model_path, self.parallel, progress=self.parallel.rank == 0)
-        return model.eval().requires_grad_(False)
+        return model
 
     # ---- memory
 
@@ -92,9 +95,7 @@ class ModelRunner:
         if self.device.type != "cuda":
             return
         before = torch.cuda.memory_allocated(self.device)
-        tokens = self.context_length
-        if self.config.scheduler.chunked_prefill_size > 0:
-            tokens = min(tokens, self.config.scheduler.chunked_prefill_size)
+        tokens = min(self.context_length, self.config.scheduler.prefill_budget)
         self.kv = self._new_kv(-(-tokens // self.page_size))
         torch.cuda.reset_peak_memory_stats(self.device)
         self._forward(self._probe_plan(tokens))
@@ -149,14 +150,15 @@ class ModelRunner:
             logprobs=[None] * len(plan.rows),
             prompt_logprobs=[[] for _ in plan.rows],
         )
-        for i, k in enumerate(plan.prompt_logprobs):
-            if k >= 0:
+        for i in range(len(plan.rows)):
+            if plan.prompt_logprobs[i] >= 0:
                 end = sum(plan.num_new[: i + 1])
                 targets = sampling.prompt_targets[i] if sampling is not None else None
-                result.prompt_logprobs[i] = self._prompt_logprobs(hidden_TD[end - plan.num_new[i] : end], targets, k)
+                hidden_ND = hidden_TD[end - plan.num_new[i] : end]
+                result.prompt_logprobs[i] = self._prompt_logprobs(hidden_ND, plan, i, targets)
         at = [i for i, sample in enumerate(plan.sample) if sample]
         if at:
-            sampled = self._sample(hidden_TD, inputs, at, sampling, poison)
+            sampled = self._sample(hidden_TD, inputs, plan, at, sampling, poison)
             if sampled is not None and sampling is not None:
                 _fill(result, at, sampled, sampling)
         return result
@@ -167,23 +169,31 @@ class ModelRunner:
             positions_T=inputs.positions_T,
             attn=inputs.attn,
             kv=self.kv,
-            lora=self.lora.plan(plan, self.adapters.ranks, self.device),
+            lora=self._plan_lora(plan.slots, plan.num_new, plan.slot_rows),
         )
         with torch.inference_mode():
             hidden: torch.Tensor = self.model(inputs.ids_T, ctx)
         return inputs, hidden
 
+    def _plan_lora(self, slots: list[int], num_tokens: list[int], slot_rows: list[int]) -> LoRABatchInfo | None:
+        """None when no token has an adapter: then no LoRA code runs at all."""
+        if not slot_rows or all(slot < 0 for slot in slots):
+            return None
+        return self.lora.plan(slots, num_tokens, slot_rows, self.adapters.ranks, self.device)
+
     def _sample(
         self,
         hidden_TD: torch.Tensor,
         inputs: StepInputs,
+        plan: StepPlan,
         at: list[int],
         sampling: SamplingPlan | None,
         poison: frozenset[int],
     ) -> Sampled | None:
         """Rank 0 draws; all ranks keep the ids in the rows' last-token buffer."""
         at_N = torch.tensor(at, device=self.device)
-        logits_NV = self.model.logits(hidden_TD[inputs.last_B[at_N]])  # a collective: every rank takes part
+        lora = self._plan_lora([plan.slots[i] for i in at], [1] * len(at), plan.slot_rows)
+        logits_NV = self.model.logits(hidden_TD[inputs.last_B[at_N]], lora)  # a collective: every rank takes part
         sampled = None
         if sampling is not None:
             for n, i in enumerate(at):
@@ -194,11 +204,15 @@ class ModelRunner:
         self.last_token[inputs.rows_B[at_N]] = self.parallel.broadcast_(ids)
         return sampled
 
-    def _prompt_logprobs(self, hidden_ND: torch.Tensor, targets: list[int] | None, k: int) -> list[TokenLogprobs]:
-        """Logprobs of each position's next prompt token; `targets` may be shorter than the chunk by its last position."""
+    def _prompt_logprobs(
+        self, hidden_ND: torch.Tensor, plan: StepPlan, i: int, targets: list[int] | None
+    ) -> list[TokenLogprobs]:
+        """Logprobs of each position's next prompt token; `targets` may be shorter than the chunk by its last one."""
         result: list[TokenLogprobs] = []
+        k = plan.prompt_logprobs[i]
         for start in range(0, len(hidden_ND), PROMPT_LOGITS_ROWS):
-            logits = self.model.logits(hidden_ND[start : start + PROMPT_LOGITS_ROWS])
+            hidden = hidden_ND[start : start + PROMPT_LOGITS_ROWS]
+            logits = self.model.logits(hidden, self._plan_lora([plan.slots[i]], [len(hidden)], plan.slot_rows))
             tokens = (targets or [])[start : start + PROMPT_LOGITS_ROWS]
             if tokens:
                 top = top_logprobs(logits[: len(tokens)], torch.tensor(tokens, device=self.device), k)

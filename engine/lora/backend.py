@@ -6,14 +6,23 @@ from typing import Protocol
 
 import torch
 
-from loraplex.engine.batch import StepPlan
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.weights import LoRAWeights
 
 
 class LoRABackend(Protocol):
-    def plan(self, step: StepPlan, ranks: Mapping[int, int], device: torch.device) -> LoRABatchInfo | None:
-        """Device description of the step's adapters; None when no row uses one. `ranks`: table row → largest rank."""
+    def plan(
+        self,
+        slots: list[int],
+        num_tokens: list[int],
+        slot_rows: list[int],
+        ranks: Mapping[int, int],
+        device: torch.device,
+    ) -> LoRABatchInfo:
+        """Device description of a run of requests: per request its slot (−1 = base) and how many tokens it has.
+
+        slot_rows: table row behind each slot. ranks: table row → largest rank. At least one request has an adapter.
+        """
         ...
 
     def add_(self, y_TN: torch.Tensor, x_TD: torch.Tensor, w: LoRAWeights, batch: LoRABatchInfo) -> None:

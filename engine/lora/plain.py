@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from loraplex.engine.batch import StepPlan
 from loraplex.engine.device import to_device
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.mapping import expand_token_slot
@@ -14,17 +13,21 @@ from loraplex.kernels.lora.weights import LoRAWeights
 
 
 class Plain:
-    def plan(self, step: StepPlan, ranks: Mapping[int, int], device: torch.device) -> LoRABatchInfo | None:
-        if not step.slot_rows:
-            return None
-        slots = np.asarray(step.slots, dtype=np.int32)
-        indptr = np.concatenate([[0], np.cumsum(step.num_new)])
-        token_slot = np.repeat(slots, step.num_new)
+    def plan(
+        self,
+        slots: list[int],
+        num_tokens: list[int],
+        slot_rows: list[int],
+        ranks: Mapping[int, int],
+        device: torch.device,
+    ) -> LoRABatchInfo:
+        indptr = np.concatenate([[0], np.cumsum(num_tokens)])
+        token_slot = np.repeat(slots, num_tokens)
         order = np.argsort(token_slot, kind="stable")
         weights, starts = np.unique(token_slot[order], return_index=True)
         bounds = [*starts.tolist(), len(order)]
         req_indptr, req_weights, slot_row, seg_indptr, seg_weights, permutation, num_segments = to_device(
-            [indptr, slots, step.slot_rows, bounds, weights, order, [len(weights)]], device
+            [indptr, slots, slot_rows, bounds, weights, order, [len(weights)]], device
         )
         return LoRABatchInfo(
             token_slot=expand_token_slot(req_indptr, req_weights, len(order)),
@@ -35,9 +38,9 @@ class Plain:
             weight_indices=seg_weights,
             permutation=permutation.long(),
             num_segments=num_segments,
-            max_rank_in_batch=max(ranks[row] for row in step.slot_rows),
+            max_rank_in_batch=max(ranks[row] for row in slot_rows),
             segments_host=tuple(
-                (step.slot_rows[slot], bounds[i], bounds[i + 1]) for i, slot in enumerate(weights.tolist()) if slot >= 0
+                (slot_rows[slot], bounds[i], bounds[i + 1]) for i, slot in enumerate(weights.tolist()) if slot >= 0
             ),
         )
 

@@ -4,19 +4,18 @@ An adapter takes the bytes of its own ranks, whatever other adapters or flags sa
 layer sees it and emptied when its version is freed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from loraplex.engine.layers.experts import Experts
-from loraplex.engine.layers.linear import Linear
+from loraplex.engine.layers.embedding import LMHead
+from loraplex.engine.layers.linear import Linear, LoRAOp
 from loraplex.engine.lora.reader import HostAdapter, SiteDelta
 from loraplex.engine.models.sites import Site, lora_sites, shard_delta
 from loraplex.engine.parallel import Parallel
-from loraplex.kernels.lora.batch_info import LoRABatchInfo
+from loraplex.kernels.lora.experts import ExpertLoRAOp
 from loraplex.kernels.lora.weights import ExpertDeltas, ExpertLoRAWeights, ExpertLowRank, LoRAWeights, LowRank
-
-DenseOp = Callable[[torch.Tensor, torch.Tensor, LoRAWeights, LoRABatchInfo], None]
 
 
 class AdapterPool:
@@ -29,8 +28,8 @@ class AdapterPool:
         device: torch.device,
         dtype: torch.dtype,
         *,
-        dense_op: DenseOp,
-        virtual_experts: bool,
+        dense_op: LoRAOp,
+        expert_op: ExpertLoRAOp,
         enabled: bool,
     ) -> None:
         self.sites: Mapping[str, Site] = lora_sites(model)
@@ -39,41 +38,47 @@ class AdapterPool:
         self._parallel = parallel
         self._device = device
         self._dtype = dtype
-        if enabled:
-            for site in self.sites.values():
-                _open_table(site, dense_op, virtual_experts)
+        self._modules = list(dict.fromkeys(site.module for site in self.sites.values())) if enabled else []
+        for module in self._modules:
+            if isinstance(module, Experts):
+                module.lora, module.lora_op = ExpertLoRAWeights(), expert_op
+            else:
+                module.lora, module.lora_op = LoRAWeights(slices=module.slices), dense_op
 
     def install(self, row: int, adapter: HostAdapter) -> int:
         """Copies an adapter to the device into table row `row`; returns its bytes there. Nothing is visible unless
         all of it fits (`torch.OutOfMemoryError` otherwise)."""
-        dense: dict[Linear, dict[str, LowRank]] = {}
+        dense: dict[Linear | LMHead, dict[str, LowRank]] = {}
         experts: dict[Experts, dict[str, ExpertLowRank]] = {}
         moved: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
         for path, delta in adapter.sites.items():
             site = self.sites[path]
-            a, b = shard_delta(site, delta.a, delta.b, self._parallel)
+            a, b = shard_delta(site, delta.a, delta.b)
             a, b = self._to_device(a, moved), self._to_device(b, moved)
             if isinstance(site.module, Experts):
                 experts.setdefault(site.module, {})[site.part] = ExpertLowRank(a, b, delta.scale)
             else:
                 dense.setdefault(site.module, {})[site.part] = LowRank(a, b, delta.scale)
-        for linear, parts in dense.items():
-            assert linear.lora is not None, "adapters are not enabled"
-            _set_row(linear.lora.rows, row, tuple(parts.get(name) for name in linear.parts))
-        for layer, named in experts.items():
-            assert layer.lora is not None, "adapters are not enabled"
-            deltas = ExpertDeltas(named.get("gate_proj"), named.get("up_proj"), named.get("down_proj"))
-            _set_row(layer.lora.rows, row, deltas)
+        for module in self._modules:
+            assert module.lora is not None
+            rows: list = module.lora.rows
+            rows.extend([None] * (row + 1 - len(rows)))
+            if isinstance(module, Experts):
+                rows[row] = _expert_deltas(experts[module]) if module in experts else None
+            else:
+                parts = dense.get(module)
+                rows[row] = tuple(parts.get(name) for name in module.parts) if parts else None
         self.ranks[row] = max(_rank(delta) for delta in adapter.sites.values())
         return sum(t.numel() * t.element_size() for t in moved.values())
 
     def remove(self, row: int) -> None:
         """Empties a table row in every layer; its tensors are freed."""
         self.ranks.pop(row, None)
-        for site in self.sites.values():
-            table = site.module.lora
-            if table is not None and row < len(table.rows):
-                table.rows[row] = None
+        for module in self._modules:
+            assert module.lora is not None
+            rows: list = module.lora.rows
+            if row < len(rows):
+                rows[row] = None
 
     def _to_device(
         self, t: torch.Tensor, moved: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], torch.Tensor]
@@ -85,19 +90,8 @@ class AdapterPool:
         return moved[key]
 
 
-def _open_table(site: Site, dense_op: DenseOp, virtual_experts: bool) -> None:
-    module = site.module
-    if isinstance(module, Experts):
-        module.lora = module.lora or ExpertLoRAWeights()
-        module.virtual_experts = virtual_experts
-    elif module.lora is None:
-        module.lora = LoRAWeights(slices=module.local_slices)
-        module.lora_op = dense_op
-
-
-def _set_row(rows: list, row: int, value: object) -> None:
-    rows.extend([None] * (row + 1 - len(rows)))
-    rows[row] = value
+def _expert_deltas(named: dict[str, ExpertLowRank]) -> ExpertDeltas:
+    return ExpertDeltas(named.get("gate_proj"), named.get("up_proj"), named.get("down_proj"))
 
 
 def _rank(delta: SiteDelta) -> int:
