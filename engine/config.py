@@ -84,9 +84,7 @@ def _check_names(flag_name: str, names: Sequence[str]) -> None:
         if not name or name != name.strip() or not name.isprintable():
             raise ValueError(f"{flag_name}: {name!r} is empty, has space around it or is not printable")
         if ":" in name:
-            raise ValueError(
-                f"{flag_name}: the name {name!r} may not contain ':' (it separates model and adapter)"
-            )
+            raise ValueError(f"{flag_name}: the name {name!r} may not contain ':' (it separates model and adapter)")
         if names.count(name) > 1:
             raise ValueError(f"{flag_name}: the name {name!r} is given twice")
 
@@ -100,9 +98,7 @@ class ModelConfig:
         None, "folder of the tokenizer (default: the model's)", aliases=("tokenizer",), metavar="DIR"
     )
     skip_tokenizer_init: bool = flag(False, "serve token ids only, load no tokenizer")
-    chat_template: str | None = flag(
-        None, "Jinja file that replaces the tokenizer's chat template", metavar="FILE"
-    )
+    chat_template: str | None = flag(None, "Jinja file that replaces the tokenizer's chat template", metavar="FILE")
     served_model_name: tuple[str, ...] = flag(
         (), "names of the base model in the API (default: the model as typed)", metavar="NAME"
     )
@@ -113,9 +109,7 @@ class ModelConfig:
     context_length: int | None = flag(
         None, "tokens of prompt + completion (default: the model's)", aliases=("max-model-len",)
     )
-    device: Literal["auto", "cpu", "cuda"] = flag(
-        "auto", "where the model runs; auto: CUDA when there is one"
-    )
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "where the model runs; auto: CUDA when there is one")
     random_seed: int = flag(0, "seed of requests that bring none, and of dummy weights", aliases=("seed",))
     sampling_defaults: Literal["model", "openai"] = flag(
         "model", "model: temperature, top_p and top_k of generation_config.json; openai: 1, 1 and off"
@@ -169,15 +163,11 @@ class SchedulerConfig:
     """scheduling"""
 
     max_running_requests: int = flag(256, "sequences that run at once", aliases=("max-num-seqs",))
-    max_queued_requests: int | None = flag(
-        None, "sequences that may wait; more answer 503 (default: no limit)"
-    )
+    max_queued_requests: int | None = flag(None, "sequences that may wait; more answer 503 (default: no limit)")
     chunked_prefill_size: int = flag(
         2048, "prompt tokens computed in one step; -1: no limit", aliases=("max-num-batched-tokens",)
     )
-    watchdog_timeout: float = flag(
-        30.0, "seconds without a sign of life before /health answers 503", metavar="SECONDS"
-    )
+    watchdog_timeout: float = flag(30.0, "seconds without a sign of life before /health answers 503", metavar="SECONDS")
 
     def __post_init__(self) -> None:
         _check_at_least(1, self, "max_running_requests")
@@ -226,9 +216,7 @@ class LoRAConfig:
     )
     lora_use_virtual_experts: bool = flag(True, "MoE LoRA by virtual experts; off: adapter by adapter")
     max_loras_per_batch: int = flag(8, "distinct adapters in one step", aliases=("max-loras",))
-    max_loaded_loras: int | None = flag(
-        None, "adapters loaded at once (default: no limit)", aliases=("max-cpu-loras",)
-    )
+    max_loaded_loras: int | None = flag(None, "adapters loaded at once (default: no limit)", aliases=("max-cpu-loras",))
     max_lora_rank: int = flag(512, "largest rank accepted")
     lora_strict_loading: bool = flag(True, "refuse an adapter with a tensor that has no place")
 

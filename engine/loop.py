@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from multiprocessing.connection import Connection
+from typing import Protocol
 
 import msgspec
 
@@ -18,11 +19,12 @@ from loraplex.engine.config import Config
 from loraplex.engine.device import resolve_device
 from loraplex.engine.hooks import Hooks, read_hooks
 from loraplex.engine.kv_cache import PagePool
+from loraplex.engine.lora.errors import AdapterError
 from loraplex.engine.lora.loader import AdapterLoader, Loaded, read
 from loraplex.engine.lora.manager import AdapterManager
-from loraplex.engine.lora.reader import AdapterError
 from loraplex.engine.messages import (
     Abort,
+    EngineMessage,
     EngineState,
     ErrorInfo,
     FrontMessage,
@@ -39,7 +41,6 @@ from loraplex.engine.messages import (
     UnloadAdapter,
     decode_front,
 )
-from loraplex.engine.outbox import Outbox
 from loraplex.engine.parallel import init_parallel
 from loraplex.engine.runner import ModelRunner
 from loraplex.engine.scheduler import Limits, Scheduler
@@ -59,6 +60,12 @@ STEP_FAILED = ErrorInfo(
 )
 
 
+class Sender(Protocol):
+    """Where messages for the front go: the `Outbox`, or a list in tests."""
+
+    def send(self, message: EngineMessage) -> None: ...
+
+
 class EngineLoop:
     """Owns scheduler and runner of rank 0; everything happens on the thread that calls `run`."""
 
@@ -69,7 +76,7 @@ class EngineLoop:
         manager: AdapterManager,
         num_pages: int,
         followers: ranks.Followers,
-        outbox: Outbox,
+        outbox: Sender,
         hooks: Hooks,
     ) -> None:
         self.config = config
@@ -100,11 +107,13 @@ class EngineLoop:
         self._last_heartbeat = 0.0
 
     @classmethod
-    def start(cls, config: Config, connection: Connection, followers: ranks.Followers, rendezvous: str) -> "EngineLoop":
-        """Loads model and start-up adapters, sizes KV, runs the first forward, reports Ready."""
+    def start(cls, config: Config, followers: ranks.Followers, rendezvous: str, outbox: Sender) -> "EngineLoop":
+        """Loads model and start-up adapters, sizes KV, runs the first forwards and reports Ready."""
         hooks = read_hooks()
-        outbox = Outbox(connection)
-        say = lambda text: outbox.send(Progress(text=text))  # noqa: E731
+
+        def say(text: str) -> None:
+            outbox.send(Progress(text=text))
+
         device = resolve_device(config.model.device, 0)
         parallel = init_parallel(0, config.parallel.tp_size, rendezvous, device)
         runner = ModelRunner(config, parallel, device, say)
@@ -119,23 +128,33 @@ class EngineLoop:
         num_pages = runner.allocate_kv()
         runner.warm_up()
         loop = cls(config, runner, manager, num_pages, followers, outbox, hooks)
-        threading.Thread(target=loop._read, args=(connection,), name="inbox", daemon=True).start()
         gc.collect()
         gc.freeze()
         outbox.send(loop._ready(num_pages))
         return loop
 
+    def listen(self, connection: Connection) -> None:
+        """Starts filling the inbox from the front's pipe."""
+        threading.Thread(target=self._read, args=(connection,), name="inbox", daemon=True).start()
+
     def run(self) -> None:
-        while self._receive():
-            batch = self.scheduler.next_batch()
-            if batch is not None:
-                self._step(batch)
-            self.manager.sweep()
-            self._beat()
+        """Until the front closes the pipe or says Shutdown."""
+        while self.turn():
+            pass
         self.loader.close()
         self.followers.close()
-        self.outbox.close()
         self.runner.parallel.close()
+
+    def turn(self) -> bool:
+        """Handles what came in, then runs one step if there is one. False: the front has gone."""
+        if not self._receive():
+            return False
+        batch = self.scheduler.next_batch()
+        if batch is not None:
+            self._step(batch)
+        self.manager.sweep()
+        self._beat()
+        return True
 
     # ---- messages
 

@@ -6,7 +6,6 @@ import torch
 
 from loraplex.engine.batch import ForwardContext, StepPlan
 from loraplex.engine.config import Config
-from loraplex.engine.device import resolve_device
 from loraplex.engine.inputs import StepInputs, build_inputs
 from loraplex.engine.lora.backend import make_backend
 from loraplex.engine.lora.pool import AdapterPool

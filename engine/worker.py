@@ -11,9 +11,10 @@ from loraplex.engine import ranks
 from loraplex.engine.config import Config
 from loraplex.engine.device import resolve_device
 from loraplex.engine.loop import EngineLoop
+from loraplex.engine.lora.errors import AdapterError
 from loraplex.engine.lora.loader import read
-from loraplex.engine.lora.reader import AdapterError
 from loraplex.engine.messages import ErrorInfo, Fatal, encode
+from loraplex.engine.outbox import Outbox
 from loraplex.engine.parallel import init_parallel
 from loraplex.engine.runner import ModelRunner
 
@@ -32,7 +33,7 @@ def rank_main(config: Config, rank: int, connection: Connection, followers: list
     )
     try:
         if rank == 0:
-            EngineLoop.start(config, connection, ranks.Followers(followers), rendezvous).run()
+            _lead(config, connection, ranks.Followers(followers), rendezvous)
         else:
             _follow(config, rank, connection, rendezvous)
     except Exception as error:
@@ -43,6 +44,16 @@ def rank_main(config: Config, rank: int, connection: Connection, followers: list
         else:
             print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
         sys.exit(1)
+
+
+def _lead(config: Config, connection: Connection, followers: ranks.Followers, rendezvous: str) -> None:
+    outbox = Outbox(connection)
+    try:
+        loop = EngineLoop.start(config, followers, rendezvous, outbox)
+        loop.listen(connection)
+        loop.run()
+    finally:
+        outbox.close()
 
 
 def _follow(config: Config, rank: int, connection: Connection, rendezvous: str) -> None:

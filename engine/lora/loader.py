@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.engine.config import LoRAConfig
-from loraplex.engine.lora.dummy import dummy_adapter, parse_dummy_spec
-from loraplex.engine.lora.reader import AdapterError, HostAdapter, read_adapter
+from loraplex.engine.lora.adapter import HostAdapter
+from loraplex.engine.lora.dummy import DUMMY_PREFIX, dummy_adapter, parse_dummy_spec
+from loraplex.engine.lora.errors import AdapterError
+from loraplex.engine.lora.reader import read_adapter
 from loraplex.engine.messages import ErrorInfo, LoadAdapter
 from loraplex.engine.models.sites import Site
 
@@ -28,9 +30,9 @@ class Loaded:
 
 def read(path: str, sites: Mapping[str, Site], config: LoRAConfig, dtype: torch.dtype) -> HostAdapter:
     """The adapter at `path`, or the random one that a `dummy:` path describes. Raises AdapterError."""
-    spec = parse_dummy_spec(path)
-    if spec is not None:
-        return dummy_adapter(sites, rank=spec.rank, seed=spec.seed, dtype=dtype)
+    if path.startswith(DUMMY_PREFIX):
+        rank, seed = parse_dummy_spec(path)
+        return dummy_adapter(sites, rank, seed, dtype=dtype)
     return read_adapter(path, sites, max_rank=config.max_lora_rank, strict=config.lora_strict_loading)
 
 

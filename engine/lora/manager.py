@@ -4,9 +4,9 @@ import msgspec
 
 from loraplex.engine import ranks
 from loraplex.engine.config import LoRAConfig
+from loraplex.engine.lora.adapter import HostAdapter
 from loraplex.engine.lora.loader import Loaded
 from loraplex.engine.lora.pool import AdapterPool
-from loraplex.engine.lora.reader import HostAdapter
 from loraplex.engine.lora.registry import AdapterRegistry, AdapterVersion
 from loraplex.engine.messages import AdapterInfo, ErrorInfo, LoadAdapter, Reply, UnloadAdapter
 
@@ -101,9 +101,9 @@ def _info(request: LoadAdapter, adapter: HostAdapter, version: int, device_bytes
         layout=adapter.layout,
         bytes=device_bytes,
         num_tensors=adapter.num_tensors,
-        ignored_tensors=adapter.ignored,
+        ignored_tensors=list(adapter.ignored),
         modules=adapter.modules,
-        notes=adapter.notes,
+        notes=list(adapter.notes),
     )
 
 

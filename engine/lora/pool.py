@@ -8,14 +8,17 @@ from collections.abc import Mapping
 
 import torch
 
-from loraplex.engine.layers.experts import Experts
 from loraplex.engine.layers.embedding import LMHead
+from loraplex.engine.layers.experts import Experts
 from loraplex.engine.layers.linear import Linear, LoRAOp
-from loraplex.engine.lora.reader import HostAdapter, SiteDelta
+from loraplex.engine.lora.adapter import HostAdapter
 from loraplex.engine.models.sites import Site, lora_sites, shard_delta
 from loraplex.engine.parallel import Parallel
 from loraplex.kernels.lora.experts import ExpertLoRAOp
 from loraplex.kernels.lora.weights import ExpertDeltas, ExpertLoRAWeights, ExpertLowRank, LoRAWeights, LowRank
+
+HostKey = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Address, shape and strides of a host tensor."""
 
 
 class AdapterPool:
@@ -50,7 +53,7 @@ class AdapterPool:
         all of it fits (`torch.OutOfMemoryError` otherwise)."""
         dense: dict[Linear | LMHead, dict[str, LowRank]] = {}
         experts: dict[Experts, dict[str, ExpertLowRank]] = {}
-        moved: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
+        moved: dict[HostKey, torch.Tensor] = {}
         for path, delta in adapter.sites.items():
             site = self.sites[path]
             a, b = shard_delta(site, delta.a, delta.b)
@@ -68,7 +71,7 @@ class AdapterPool:
             else:
                 parts = dense.get(module)
                 rows[row] = tuple(parts.get(name) for name in module.parts) if parts else None
-        self.ranks[row] = max(_rank(delta) for delta in adapter.sites.values())
+        self.ranks[row] = adapter.rank_max
         return sum(t.numel() * t.element_size() for t in moved.values())
 
     def remove(self, row: int) -> None:
@@ -80,11 +83,9 @@ class AdapterPool:
             if row < len(rows):
                 rows[row] = None
 
-    def _to_device(
-        self, t: torch.Tensor, moved: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], torch.Tensor]
-    ) -> torch.Tensor:
+    def _to_device(self, t: torch.Tensor, moved: "dict[HostKey, torch.Tensor]") -> torch.Tensor:
         """One copy per distinct host tensor: gate and up of a fused adapter share their A."""
-        key = (t.untyped_storage().data_ptr(), t.storage_offset(), tuple(t.shape), t.stride())
+        key = (t.data_ptr(), tuple(t.shape), t.stride())
         if key not in moved:
             moved[key] = t.to(self._device, self._dtype, copy=True).contiguous()
         return moved[key]
@@ -92,7 +93,3 @@ class AdapterPool:
 
 def _expert_deltas(named: dict[str, ExpertLowRank]) -> ExpertDeltas:
     return ExpertDeltas(named.get("gate_proj"), named.get("up_proj"), named.get("down_proj"))
-
-
-def _rank(delta: SiteDelta) -> int:
-    return delta.a.shape[-2]
