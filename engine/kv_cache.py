@@ -44,7 +44,7 @@ class PagePool:
             if not self._free:
                 self._evict_one()
             page = self._free.pop()
-            assert self._refs[page] == 0 and self._name_of[page] is None, (page, self._refs[page])
+            assert (self._refs[page], self._name_of[page]) == (0, None), (page, self._refs[page])
             self._refs[page] = 1
             pages.append(page)
         return pages
@@ -91,8 +91,9 @@ class PagePool:
     def check(self) -> None:
         """Raises AssertionError when a page is lost, owned twice or misnamed."""
         assert sum(refs > 0 for refs in self._refs) == self.counts().held, self.counts()
-        assert len(set(self._free)) == len(self._free) and not self._cached.keys() & set(self._free)
-        assert all(self._refs[p] == 0 for p in self._free) and all(self._refs[p] == 0 for p in self._cached)
+        unused = [*self._free, *self._cached]
+        assert len(set(unused)) == len(unused), "a page is free or cached twice"
+        assert not any(self._refs[page] for page in unused), "a page is held and free"
         assert all(self._name_of[p] is not None for p in self._cached)
         assert all(self._name_of[page] == name for name, page in self._page_of.items())
 

@@ -165,8 +165,7 @@ class Scheduler:
         assert len(held) == self.pool.counts().held, (len(held), self.pool.counts())
         assert not any(seq.pages for seq in self.waiting)
         rows = [seq.row for seq in self.running]
-        assert len(set(rows)) == len(rows) and not set(rows) & set(self._free_rows), rows
-        assert len(rows) + len(self._free_rows) == self.limits.max_running
+        assert sorted([*rows, *self._free_rows]) == list(range(self.limits.max_running)), rows
         live = {id(s.ticket) for seqs in self._live.values() for s in seqs if s.ticket.adapter is not None}
         assert sum(self.adapters.refs().values()) == len(live), (self.adapters.refs(), len(live))
 

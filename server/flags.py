@@ -71,9 +71,7 @@ def build_parser(prog: str = "loraplex serve") -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of these settings, without the dashes")
-    groups = {
-        group: parser.add_argument_group(cls.__doc__) for group, cls in typing.get_type_hints(Config).items()
-    }
+    groups = {group: parser.add_argument_group(cls.__doc__) for group, cls in typing.get_type_hints(Config).items()}
     for setting in settings():
         _add_options(groups[setting.group], setting)
     return parser
@@ -131,9 +129,7 @@ def _default_words(default: Any) -> str:
     return "none" if default in (None, ()) else str(default)
 
 
-def read_command_line(
-    argv: Sequence[str], parser: argparse.ArgumentParser
-) -> tuple[dict[str, Given], str | None]:
+def read_command_line(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[dict[str, Given], str | None]:
     """Settings of the command line, and the file that --config names."""
     namespace = argparse.Namespace(values=Values(COMMAND_LINE))
     namespace, rest = parser.parse_known_args([_dashed(arg) for arg in argv], namespace)
@@ -155,9 +151,7 @@ def _dashed(arg: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
-def parse(
-    argv: Sequence[str], environ: Mapping[str, str] | None = None, prog: str = "loraplex serve"
-) -> Config:
+def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, prog: str = "loraplex serve") -> Config:
     """The configuration the four sources make together. Raises FlagError; `--help` prints and exits."""
     environ = os.environ if environ is None else environ
     known = settings()

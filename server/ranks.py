@@ -25,9 +25,7 @@ RankMain = Callable[[Config, int, Connection, list[Connection], str], None]
 POLL_SECONDS = 0.02
 
 
-def worker_main(
-    config: Config, rank: int, conn: Connection, followers: list[Connection], init_file: str
-) -> None:
+def worker_main(config: Config, rank: int, conn: Connection, followers: list[Connection], init_file: str) -> None:
     """The real engine. Imported only in the child, so that the front never loads torch."""
     from loraplex.engine.worker import rank_main
 

@@ -1,4 +1,4 @@
-"""Families of dense-LoRA kernels, exchangeable behind one protocol: `plan` once a step on the host, `add_` once a layer."""
+"""Families of dense-LoRA kernels behind one protocol: `plan` once a step on the host, `add_` once a layer."""
 
 from collections.abc import Mapping
 from importlib import import_module

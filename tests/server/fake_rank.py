@@ -35,9 +35,7 @@ from loraplex.engine.request import Request
 COUNTS, SILENT, DIES, FAILS, CLOSES_PIPE = range(5)
 
 
-def rank_main(
-    config: Config, rank: int, conn: Connection, followers: list[Connection], init_file: str
-) -> None:
+def rank_main(config: Config, rank: int, conn: Connection, followers: list[Connection], init_file: str) -> None:
     if rank > 0:
         return follow(conn)
     start = os.path.basename(config.model.model_path)
@@ -46,9 +44,7 @@ def rank_main(
     if start == "hangs":
         time.sleep(600)
     if start == "fatal":
-        conn.send_bytes(
-            encode(Fatal(text="Traceback …\nmodel.safetensors: tensor lm_head.weight is missing"))
-        )
+        conn.send_bytes(encode(Fatal(text="Traceback …\nmodel.safetensors: tensor lm_head.weight is missing")))
         return None
     conn.send_bytes(encode(Progress(text="loading 1/2")))
     conn.send_bytes(encode(ready(config)))
@@ -160,10 +156,7 @@ class FakeEngine:
             for token in range(last + 1):
                 end = "length" if token == last else None
                 self.step(
-                    [
-                        TokenOut(id=request.id, index=i, tokens=[token], finish_reason=end)
-                        for i in range(request.n)
-                    ]
+                    [TokenOut(id=request.id, index=i, tokens=[token], finish_reason=end) for i in range(request.n)]
                 )
 
     def step(self, outputs: list[TokenOut]) -> None:

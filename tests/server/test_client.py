@@ -41,9 +41,7 @@ def make_config(path: str = "fake", *, tp: int = 1, watchdog: float = 30.0, **sc
     )
 
 
-def run(
-    fake_rank: ModuleType, body: Callable[[EngineClient], Awaitable[None]], config: Config | None = None
-) -> None:
+def run(fake_rank: ModuleType, body: Callable[[EngineClient], Awaitable[None]], config: Config | None = None) -> None:
     """Runs `body` with a started client, then checks that shutting down leaves no process."""
 
     async def main() -> None:
@@ -195,8 +193,7 @@ def test_messages_beyond_the_pipe_buffer_do_not_block_the_loop(fake_rank: Module
         started = time.monotonic()
         sampling = SamplingParams(max_tokens=1)
         big = [
-            Request(id=client.new_id(), prompt_ids=[fake_rank.COUNTS] * 100_000, sampling=sampling)
-            for _ in range(20)
+            Request(id=client.new_id(), prompt_ids=[fake_rank.COUNTS] * 100_000, sampling=sampling) for _ in range(20)
         ]
         streams = [client.submit(one) for one in big]
         assert time.monotonic() - started < 1
