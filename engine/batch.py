@@ -1,4 +1,4 @@
-"""One step, in three lives: `Batch`-like host plan (`StepPlan`), and what the device sees (`ForwardContext`).
+"""One step as every rank sees it: flat ints on the host (`StepPlan`), tensors on the device (`ForwardContext`).
 
 Shape letters used in the project: T tokens of the step, B sequences of the step, D hidden, K experts per token,
 E experts, I expert width, H heads, R rank, P pages per sequence, V vocabulary.
@@ -12,7 +12,7 @@ import torch
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 
 
-class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A step as flat ints, made by rank 0's scheduler; all that a follower rank ever sees. Row i is one sequence.
 
     Rows are ordered as scheduled; a row contributes `num_new[i]` consecutive tokens.

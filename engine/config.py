@@ -1,40 +1,140 @@
 """Every setting of the server, once. A field is a command-line flag, a YAML key and a `LORAPLEX_*` variable.
 
 Groups are frozen; checks between fields live in `__post_init__` as `ValueError` naming the flag. A config is never
-written to after parsing: what is derived from the model or the device is computed where it is used.
+written to after parsing: what is derived from it is a property, what is derived from the model or the device is
+computed where it is used.
 """
 
 import dataclasses
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+NO_LIMIT = 2**31 - 1
 
-def flag(default: Any, help: str, *, aliases: tuple[str, ...] = (), metavar: str | None = None, **extra: Any) -> Any:
-    """A dataclass field that is also a flag. `aliases` are other projects' spellings of the same meaning (without --)."""
-    metadata = {"help": help, "aliases": aliases, "metavar": metavar, **extra}
-    if isinstance(default, list | dict):
-        raise TypeError("use a tuple")
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    metavar: str | None = None,
+    negates: str | None = None,
+    repeat: bool = False,
+    item: Callable[[Any], str] | None = None,
+    value_aliases: dict[str, str] | None = None,
+) -> Any:
+    """A dataclass field that is also a flag.
+
+    aliases: other projects' spellings of the same meaning, without the dashes.
+    negates: a spelling of the opposite meaning (boolean fields).
+    repeat: a list whose flag takes one value and may be given several times.
+    item: puts one item of a list, from any source, into its written form; raises ValueError.
+    value_aliases: other spellings of values.
+    """
+    assert not isinstance(default, list | dict), "a default must be immutable: use a tuple"
+    metadata = {
+        "help": help,
+        "aliases": aliases,
+        "metavar": metavar,
+        "negates": negates,
+        "repeat": repeat,
+        "item": item,
+        "value_aliases": value_aliases or {},
+    }
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def adapter_item(item: Any) -> str:
+    """One adapter as `NAME=PATH`, from `NAME=PATH`, a plain `PATH` (the path is then the name, as in SGLang), or an
+    object `{"lora_name", "lora_path"}` (SGLang) or `{"name", "path"}` (vLLM), as a mapping or as JSON text."""
+    if isinstance(item, str) and item.lstrip().startswith("{"):
+        try:
+            item = json.loads(item)
+        except ValueError as error:
+            raise ValueError(f"{item!r} is not a JSON object: {error}") from None
+    if isinstance(item, dict):
+        return _adapter_from_object(item)
+    if not isinstance(item, str):
+        raise ValueError(f"{item!r} is neither NAME=PATH nor an object with a name and a path")
+    return item if "=" in item else f"{item}={item}"
+
+
+def _adapter_from_object(item: dict[Any, Any]) -> str:
+    for name_key, path_key in (("lora_name", "lora_path"), ("name", "path")):
+        if set(item) == {name_key, path_key}:
+            name, path = item[name_key], item[path_key]
+            if not isinstance(name, str) or not isinstance(path, str) or "=" in name:
+                raise ValueError(f"{item!r}: name and path must be strings, and the name free of '='")
+            return f"{name}={path}"
+    raise ValueError(f'{item!r} must have exactly the keys "lora_name" and "lora_path", or "name" and "path"')
+
+
+def _check_at_least(low: int, group: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(group, name)
+        if value is not None and value < low:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, not {value}")
+
+
+def _check_names(flag_name: str, names: Sequence[str]) -> None:
+    """Names share one space with `served:adapter`, so none may hold a colon."""
+    for name in names:
+        if not name or name != name.strip() or not name.isprintable():
+            raise ValueError(f"{flag_name}: {name!r} is empty, has space around it or is not printable")
+        if ":" in name:
+            raise ValueError(f"{flag_name}: the name {name!r} may not contain ':' (it separates model and adapter)")
+        if names.count(name) > 1:
+            raise ValueError(f"{flag_name}: the name {name!r} is given twice")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """model"""
 
-    model_path: str = flag("", "folder with config.json and safetensors", aliases=("model",))
-    tokenizer_path: str | None = flag(None, "folder of the tokenizer (default: the model's)", aliases=("tokenizer",))
+    model_path: str = flag("", "folder with config.json and safetensors", aliases=("model",), metavar="DIR")
+    tokenizer_path: str | None = flag(
+        None, "folder of the tokenizer (default: the model's)", aliases=("tokenizer",), metavar="DIR"
+    )
     skip_tokenizer_init: bool = flag(False, "serve token ids only, load no tokenizer")
-    chat_template: str | None = flag(None, "Jinja file that replaces the tokenizer's chat template")
-    served_model_name: tuple[str, ...] = flag((), "names of the base model in the API (default: the model as typed)")
+    chat_template: str | None = flag(None, "Jinja file that replaces the tokenizer's chat template", metavar="FILE")
+    served_model_name: tuple[str, ...] = flag(
+        (), "names of the base model in the API (default: the model as typed)", metavar="NAME"
+    )
     load_format: Literal["auto", "dummy"] = flag("auto", "auto reads safetensors; dummy makes random weights")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag("auto", "auto: float32 on CPU, the checkpoint's on CUDA")
-    context_length: int | None = flag(None, "tokens of prompt + completion (default: the model's)", aliases=("max-model-len",))
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "auto: float32 on CPU, the checkpoint's on CUDA"
+    )
+    context_length: int | None = flag(
+        None, "tokens of prompt + completion (default: the model's)", aliases=("max-model-len",)
+    )
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "where the model runs; auto: CUDA when there is one")
     random_seed: int = flag(0, "seed of requests that bring none, and of dummy weights", aliases=("seed",))
     sampling_defaults: Literal["model", "openai"] = flag(
-        "model", "model: temperature, top_p and top_k of generation_config.json; openai: 1, 1 and off")
+        "model", "model: temperature, top_p and top_k of generation_config.json; openai: 1, 1 and off"
+    )
     logprobs_mode: Literal["raw", "processed"] = flag(
-        "raw", "raw: log-softmax of the model's logits; processed: after bias, penalties, temperature and masks")
+        "raw",
+        "raw: log-softmax of the model's logits; processed: after bias, penalties, temperature and masks",
+    )
+
+    def __post_init__(self) -> None:
+        _check_at_least(1, self, "context_length")
+        _check_at_least(0, self, "random_seed")
+        _check_names("--served-model-name", self.served_model_name)
+        if self.skip_tokenizer_init and (self.tokenizer_path is not None or self.chat_template is not None):
+            other = "--tokenizer-path" if self.tokenizer_path is not None else "--chat-template"
+            raise ValueError(f"--skip-tokenizer-init contradicts {other}: leave one out")
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names that mean the base model; the first is the one answers carry."""
+        return self.served_model_name or (self.model_path,)
+
+    @property
+    def tokenizer_dir(self) -> str:
+        return self.model_path if self.tokenizer_path is None else self.tokenizer_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +144,18 @@ class CacheConfig:
     mem_fraction_static: float = flag(0.88, "share of device memory for weights, adapters and KV (CUDA)")
     max_total_tokens: int | None = flag(None, "size of the KV pool in tokens (default: what fits)")
     page_size: int = flag(16, "tokens in one KV page", aliases=("block-size",))
-    disable_radix_cache: bool = flag(False, "do not reuse the KV of common prompt prefixes",
-                                     negates="enable-prefix-caching")
+    disable_radix_cache: bool = flag(
+        False, "do not reuse the KV of common prompt prefixes", negates="enable-prefix-caching"
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mem_fraction_static < 1:
+            raise ValueError(f"--mem-fraction-static must be between 0 and 1, not {self.mem_fraction_static}")
+        _check_at_least(1, self, "page_size", "max_total_tokens")
+        if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
+            raise ValueError(
+                f"--max-total-tokens {self.max_total_tokens} holds no page of --page-size {self.page_size} tokens"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +164,25 @@ class SchedulerConfig:
 
     max_running_requests: int = flag(256, "sequences that run at once", aliases=("max-num-seqs",))
     max_queued_requests: int | None = flag(None, "sequences that may wait; more answer 503 (default: no limit)")
-    chunked_prefill_size: int = flag(2048, "prompt tokens computed in one step", aliases=("max-num-batched-tokens",))
-    watchdog_timeout: float = flag(30.0, "seconds without a sign of life before /health answers 503")
+    chunked_prefill_size: int = flag(
+        2048, "prompt tokens computed in one step; -1: no limit", aliases=("max-num-batched-tokens",)
+    )
+    watchdog_timeout: float = flag(30.0, "seconds without a sign of life before /health answers 503", metavar="SECONDS")
+
+    def __post_init__(self) -> None:
+        _check_at_least(1, self, "max_running_requests")
+        _check_at_least(0, self, "max_queued_requests")
+        if self.chunked_prefill_size < 1 and self.chunked_prefill_size != -1:
+            raise ValueError(
+                f"--chunked-prefill-size must be at least 1, or -1 for no limit, not {self.chunked_prefill_size}"
+            )
+        if not 0 < self.watchdog_timeout < float("inf"):
+            raise ValueError(f"--watchdog-timeout must be a positive time, not {self.watchdog_timeout}")
+
+    @property
+    def prefill_budget(self) -> int:
+        """Prompt tokens of one step; a number no step reaches when chunking is off."""
+        return NO_LIMIT if self.chunked_prefill_size == -1 else self.chunked_prefill_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +191,61 @@ class ParallelConfig:
 
     tp_size: int = flag(1, "tensor-parallel ranks, one process each", aliases=("tp", "tensor-parallel-size"))
 
+    def __post_init__(self) -> None:
+        _check_at_least(1, self, "tp_size")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
     """LoRA adapters"""
 
-    enable_lora: bool = flag(False, "accept adapters (implied by --lora-paths)")
-    lora_paths: tuple[str, ...] = flag((), "adapters to load at start", aliases=("lora-modules",), metavar="NAME=PATH")
-    adapter_root: tuple[str, ...] = flag((), "run-time loads only from below these folders", metavar="DIR", repeat=True)
-    lora_backend: Literal["torch", "csgmv", "triton"] = flag("torch", "kernels of the dense layers' LoRA")
+    enable_lora: bool | None = flag(None, "accept adapters (default: when --lora-paths is given)")
+    lora_paths: tuple[str, ...] = flag(
+        (),
+        "adapters to load at start: NAME=PATH, PATH (which is then the name too), or a JSON object "
+        '{"lora_name", "lora_path"}',
+        aliases=("lora-modules",),
+        metavar="NAME=PATH",
+        item=adapter_item,
+    )
+    adapter_root: tuple[str, ...] = flag(
+        (), "run-time loads only from below this folder; repeatable", metavar="DIR", repeat=True
+    )
+    lora_backend: Literal["torch", "csgmv", "triton"] = flag(
+        "torch", "kernels of the dense layers' LoRA", value_aliases={"torch_native": "torch"}
+    )
     lora_use_virtual_experts: bool = flag(True, "MoE LoRA by virtual experts; off: adapter by adapter")
     max_loras_per_batch: int = flag(8, "distinct adapters in one step", aliases=("max-loras",))
     max_loaded_loras: int | None = flag(None, "adapters loaded at once (default: no limit)", aliases=("max-cpu-loras",))
     max_lora_rank: int = flag(512, "largest rank accepted")
     lora_strict_loading: bool = flag(True, "refuse an adapter with a tensor that has no place")
+
+    def __post_init__(self) -> None:
+        if self.lora_paths and self.enable_lora is False:
+            raise ValueError("--lora-paths contradicts --no-enable-lora: leave one out")
+        if self.enable_lora is None:
+            object.__setattr__(self, "enable_lora", bool(self.lora_paths))  # readers see a bool
+        if self.lora_backend != "torch":
+            raise ValueError(f"--lora-backend {self.lora_backend} is not built yet; torch works")
+        _check_at_least(1, self, "max_loras_per_batch", "max_loaded_loras", "max_lora_rank")
+        if self.max_loaded_loras is not None:
+            if self.max_loaded_loras < self.max_loras_per_batch:
+                raise ValueError(
+                    f"--max-loaded-loras {self.max_loaded_loras} must not be below "
+                    f"--max-loras-per-batch {self.max_loras_per_batch}"
+                )
+            if self.max_loaded_loras < len(self.lora_paths):
+                raise ValueError(
+                    f"--max-loaded-loras {self.max_loaded_loras} is less than the {len(self.lora_paths)} adapters "
+                    "of --lora-paths"
+                )
+        _check_names("--lora-paths", [name for name, _ in self.adapters])
+
+    @property
+    def adapters(self) -> tuple[tuple[str, str], ...]:
+        """(name, path) of each adapter to load at start."""
+        pairs = (adapter_item(item).partition("=") for item in self.lora_paths)
+        return tuple((name, path) for name, _, path in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +253,17 @@ class ServerConfig:
     """HTTP"""
 
     host: str = flag("127.0.0.1", "address to listen on")
-    port: int = flag(8000, "port to listen on")
-    api_key: tuple[str, ...] = flag((), "keys a request must bring as a bearer token (default: open)")
+    port: int = flag(8000, "port to listen on; 0: any free one")
+    api_key: tuple[str, ...] = flag(
+        (), "keys a request must bring as a bearer token (default: none needed)", metavar="KEY"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "least severe message shown")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port must be between 0 and 65535, not {self.port}")
+        if "" in self.api_key:
+            raise ValueError("--api-key: a key may not be empty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,3 +274,16 @@ class Config:
     parallel: ParallelConfig = ParallelConfig()
     lora: LoRAConfig = LoRAConfig()
     server: ServerConfig = ServerConfig()
+
+    def __post_init__(self) -> None:
+        served = self.model.served_names
+        for name, _ in self.lora.adapters:
+            if name in served:
+                raise ValueError(
+                    f"--lora-paths: the adapter {name!r} has a name of the base model (--served-model-name); rename one"
+                )
+        if any(":" in name for name in served):
+            raise ValueError(
+                f"the model path {self.model.model_path!r} contains ':' and cannot be the model's name; "
+                "give --served-model-name"
+            )

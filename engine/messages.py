@@ -17,17 +17,17 @@ class _Message(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_default
 # front → engine
 
 
-class Submit(_Message):
+class Submit(_Message, frozen=True):
     request: Request
 
 
-class Abort(_Message):
+class Abort(_Message, frozen=True):
     """Ends a request wherever it is. Unknown and finished ids are ignored, so aborting twice is harmless."""
 
     id: int
 
 
-class LoadAdapter(_Message):
+class LoadAdapter(_Message, frozen=True):
     op: int
     """Operation number; the `Reply` carries it back."""
     name: str
@@ -37,18 +37,18 @@ class LoadAdapter(_Message):
     replace: bool = False
 
 
-class UnloadAdapter(_Message):
+class UnloadAdapter(_Message, frozen=True):
     op: int
     name: str
 
 
-class GetState(_Message):
+class GetState(_Message, frozen=True):
     """Asks for the accounting counters (`Reply.result` = `EngineState` as a dict)."""
 
     op: int
 
 
-class Shutdown(_Message):
+class Shutdown(_Message, frozen=True):
     pass
 
 
@@ -59,7 +59,7 @@ FrontMessage = Submit | Abort | LoadAdapter | UnloadAdapter | GetState | Shutdow
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error a client can see; becomes OpenAI's error body. The text must hold no paths of the process, no addresses."""
+    """An error a client can see; becomes OpenAI's error body. Its text holds no paths of the process, no addresses."""
 
     status: int
     message: str
@@ -97,7 +97,7 @@ class TokenOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: ErrorInfo | None = None
 
 
-class StepOutput(_Message):
+class StepOutput(_Message, frozen=True):
     outputs: list[TokenOut]
 
 
@@ -121,7 +121,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     notes: list[str] = []
 
 
-class Reply(_Message):
+class Reply(_Message, frozen=True):
     """Answer to an operation: `error` or `result`."""
 
     op: int
@@ -129,7 +129,7 @@ class Reply(_Message):
     error: ErrorInfo | None = None
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True):
     """Sent once by rank 0 when the first real forward has succeeded."""
 
     vocab_size: int
@@ -146,13 +146,13 @@ class Ready(_Message):
     adapters: list[AdapterInfo] = []
 
 
-class Progress(_Message):
+class Progress(_Message, frozen=True):
     """Start-up progress in words, for stderr and /ready."""
 
     text: str
 
 
-class Heartbeat(_Message):
+class Heartbeat(_Message, frozen=True):
     """From the step loop itself, at least every half second while it turns: a hung step stops it."""
 
     step: int
@@ -163,7 +163,7 @@ class Heartbeat(_Message):
     preemptions: int = 0
 
 
-class Fatal(_Message):
+class Fatal(_Message, frozen=True):
     """The engine process is about to exit; `text` is for the operator's log, never for clients."""
 
     text: str

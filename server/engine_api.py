@@ -1,4 +1,4 @@
-"""What the HTTP handlers know of the engine. `client.EngineClient` implements it over a pipe; tests use a scripted one."""
+"""The engine as the HTTP handlers see it. `client.EngineClient` is it over a pipe; tests use a scripted one."""
 
 from collections.abc import AsyncIterator
 from typing import Protocol

@@ -89,9 +89,7 @@ def test_hand_merge_equals_peft_for_experts(t1: Path, t1_oracle: Oracle, kind: s
 def test_deltas_are_the_factors_product(t1: Path) -> None:
     factors = make_factors(t1, [f"mlp.experts.{p}_proj" for p in ("gate", "up", "down")], r=3, seed=1)
     deltas = weight_deltas(make_adapter(t1, "EXP", r=3, alpha=6), **moe_sizes(t1))
-    a, b = block_gate_up(
-        factors["model.layers.1.mlp.experts.gate_proj"], factors["model.layers.1.mlp.experts.up_proj"]
-    )
+    a, b = block_gate_up(factors["model.layers.1.mlp.experts.gate_proj"], factors["model.layers.1.mlp.experts.up_proj"])
     assert torch.allclose(deltas["model.layers.1.mlp.experts.gate_up_proj"], 2 * (b @ a), atol=1e-6)
 
 

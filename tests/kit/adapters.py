@@ -169,9 +169,7 @@ def fused_pair(module: str, a: Tensor, b: Tensor, *, exchanged: bool = False) ->
     if exchanged:
         a, b = b.mT, a.mT
     num_experts, rank, _ = a.shape
-    return pair(
-        module, a.reshape(num_experts * rank, -1), b.permute(1, 2, 0).reshape(b.shape[1], rank * num_experts)
-    )
+    return pair(module, a.reshape(num_experts * rank, -1), b.permute(1, 2, 0).reshape(b.shape[1], rank * num_experts))
 
 
 def pair(module: str, a: Tensor, b: Tensor, prefix: str = PREFIX) -> dict[str, Tensor]:

@@ -139,14 +139,10 @@ def make_t1(
             for name, weight in model.named_parameters():
                 if name.endswith("mlp.gate.weight"):
                     weight *= router_scale
-                elif name.endswith(
-                    "_proj.bias"
-                ):  # HF starts them at zero, where a forgotten bias cannot show
+                elif name.endswith("_proj.bias"):  # HF starts them at zero, where a forgotten bias cannot show
                     weight.normal_(std=0.3)
         _save(model.to(getattr(torch, dtype)), path, fused=fused, max_shard_size=max_shard_size)
-        _finish(
-            path, tokenizer or {}, {"eos_token_id": [EOS, IM_END]} | dict(generation or {}), config_json or {}
-        )
+        _finish(path, tokenizer or {}, {"eos_token_id": [EOS, IM_END]} | dict(generation or {}), config_json or {})
 
     return cache.folder(f"t1-{arch}", key, make)
 
@@ -169,9 +165,7 @@ def make_chain(
     key = [scripts, words, sorted((succ or {}).items()), tokenizer, generation, vocab_size, hidden_size]
     tokens = [_script_tokens(s, words) for s in scripts]
     flat = [t for script in tokens for t in script]
-    assert len(flat) == len(set(flat)), (
-        f"a token occurs twice: {sorted(t for t in flat if flat.count(t) > 1)}"
-    )
+    assert len(flat) == len(set(flat)), f"a token occurs twice: {sorted(t for t in flat if flat.count(t) > 1)}"
     successors = {a: b for script in tokens for a, b in zip(script, [*script[1:], EOS])} | dict(succ or {})
 
     def make(path: Path) -> None:
@@ -197,9 +191,7 @@ def _script_tokens(script: Piece, words: Sequence[str]) -> list[int]:
 
 def _chain_model(successors: Mapping[int, int], vocab_size: int, hidden_size: int) -> Qwen3MoeForCausalLM:
     """One-hot embeddings, layers that add nothing, and a head that maps each token to its successor."""
-    assert vocab_size <= hidden_size, (
-        f"{vocab_size = } one-hot embeddings need {hidden_size = } to be as large"
-    )
+    assert vocab_size <= hidden_size, f"{vocab_size = } one-hot embeddings need {hidden_size = } to be as large"
     config = Qwen3MoeConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,

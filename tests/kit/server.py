@@ -114,9 +114,7 @@ def _environment(extra: Mapping[str, str], hooks: bool) -> dict[str, str]:
     if hooks:
         env["LORAPLEX_TEST_HOOKS"] = "1"
     if "PYTHONPATH" in env:  # relative entries such as .typing must survive a changed folder
-        env["PYTHONPATH"] = os.pathsep.join(
-            str(Path(p).resolve()) for p in env["PYTHONPATH"].split(os.pathsep) if p
-        )
+        env["PYTHONPATH"] = os.pathsep.join(str(Path(p).resolve()) for p in env["PYTHONPATH"].split(os.pathsep) if p)
     return env | dict(extra)
 
 

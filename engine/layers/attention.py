@@ -1,0 +1,56 @@
+"""Grouped-query self-attention over the paged KV cache."""
+
+import torch
+from torch import nn
+
+from loraplex.engine.batch import ForwardContext
+from loraplex.engine.layers.linear import Linear
+from loraplex.engine.layers.norm import RMSNorm
+from loraplex.engine.layers.rotary import CosSin
+from loraplex.engine.model_config import ModelSpec
+from loraplex.engine.parallel import Parallel
+from loraplex.kernels.attention.paged import paged_attention, store_kv
+from loraplex.kernels.elementwise import rotary
+
+
+class SelfAttention(nn.Module):
+    """Heads are split over the ranks; fewer key/value heads than ranks are replicated. `qk_norm` normalises each head
+    of q and k before the rotation."""
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel, *, qk_norm: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = spec.head_dim
+        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.qkv_proj = Linear(
+            spec.hidden_size,
+            parts={"q_proj": q, "k_proj": kv, "v_proj": kv},
+            shard="col",
+            bias=spec.qkv_bias,
+            units={"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads},
+            parallel=parallel,
+        )
+        self.o_proj = Linear(q, parts={"o_proj": spec.hidden_size}, shard="row", bias=spec.o_bias, parallel=parallel)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if qk_norm else None
+
+    def forward(self, x_TD: torch.Tensor, cos_sin: CosSin, ctx: ForwardContext) -> torch.Tensor:
+        q_TN, k_TN, v_TN = self.qkv_proj(x_TD, ctx).split(self.qkv_proj.slices, dim=1)
+        q_THD, k_THD, v_THD = (t.unflatten(1, (-1, self.head_dim)) for t in (q_TN, k_TN, v_TN))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_THD = self.q_norm(q_THD), self.k_norm(k_THD)
+        q_THD, k_THD = rotary(q_THD, *cos_sin), rotary(k_THD, *cos_sin)
+        k_cache, v_cache = ctx.kv[self.layer]
+        store_kv(k_THD, v_THD, k_cache, v_cache, ctx.attn.slot_mapping_T)
+        out_THD = paged_attention(
+            q_THD,
+            k_cache,
+            v_cache,
+            page_table_BP=ctx.attn.page_table_BP,
+            seq_lens_B=ctx.attn.seq_lens_B,
+            query_lens=ctx.attn.query_lens,
+            seq_lens=ctx.attn.seq_lens,
+            page_size=ctx.attn.page_size,
+            scale=self.head_dim**-0.5,
+        )
+        return self.o_proj(out_THD.flatten(1), ctx)

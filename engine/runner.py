@@ -1,0 +1,243 @@
+"""The model of one rank: loads it, owns its KV and adapters, runs steps. Knows no request, only plans."""
+
+from collections.abc import Callable
+
+import torch
+
+from loraplex.engine.batch import ForwardContext, StepPlan
+from loraplex.engine.config import Config
+from loraplex.engine.inputs import StepInputs, build_inputs
+from loraplex.engine.lora.backend import make_backend
+from loraplex.engine.lora.pool import AdapterPool
+from loraplex.engine.memory import available_bytes, num_kv_pages, parameter_bytes
+from loraplex.engine.messages import TokenLogprobs
+from loraplex.engine.model_config import DTYPES, read_generation_config, read_model_spec
+from loraplex.engine.models import build_model
+from loraplex.engine.models.decoder import CausalLM
+from loraplex.engine.parallel import Parallel
+from loraplex.engine.sampler import Sampled, Sampler, top_logprobs
+from loraplex.engine.step import SamplingPlan, StepResult
+from loraplex.engine.weights import init_dummy, load_weights
+from loraplex.kernels.lora.batch_info import LoRABatchInfo
+from loraplex.kernels.lora.experts import expert_lora_op
+
+PROMPT_LOGITS_ROWS = 256
+"""Prompt positions whose logits exist at once: 256 × 151,936 × 4 bytes = 155 MB."""
+
+
+class ModelRunner:
+    """One rank's model. Every rank calls the same methods in the same order with the same plans."""
+
+    def __init__(self, config: Config, parallel: Parallel, device: torch.device, say: Callable[[str], None]) -> None:
+        self.config = config
+        self.parallel = parallel
+        self.device = device
+        self.spec = read_model_spec(config.model.model_path)
+        self.generation = read_generation_config(config.model.model_path)
+        self.dtype = _resolve_dtype(config.model.dtype, self.spec.dtype, device)
+        self.context_length = _context_length(config.model.context_length, self.spec.context_length)
+        self.memory_table: list[tuple[str, int]] = []
+        self.kv: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.page_size = config.cache.page_size
+        self.max_rows = config.scheduler.max_running_requests
+        self.last_token = torch.zeros(self.max_rows, dtype=torch.int64, device=device)
+        self.sampler = Sampler(
+            self.spec.vocab_size,
+            self.max_rows,
+            device,
+            config.model.logprobs_mode,
+            frozenset(self.generation.eos_token_ids),
+        )
+        say(f"loading {self.spec.architecture} ({str(self.dtype).removeprefix('torch.')}) on {device}")
+        self.model = self._load()
+        self.memory_table.append(("weights", parameter_bytes(self.model)))
+        self.lora = make_backend(config.lora.lora_backend)
+        self.adapters = AdapterPool(
+            self.model,
+            parallel,
+            device,
+            self.dtype,
+            dense_op=self.lora.add_,
+            expert_op=expert_lora_op(config.lora.lora_use_virtual_experts),
+            enabled=bool(config.lora.enable_lora),
+        )
+
+    def _load(self) -> CausalLM:
+        model = build_model(self.spec, self.parallel, self.dtype, self.device)
+        if self.config.model.load_format == "dummy":
+            init_dummy(model, self.config.model.random_seed)
+        else:
+            load_weights(model, self.config.model.model_path, self.parallel, progress=self.parallel.rank == 0)
+        return model
+
+    # ---- memory
+
+    def allocate_kv(self) -> int:
+        """Sizes and allocates the KV pool after weights and start-up adapters. All ranks get the same number of pages."""
+        self._measure_activations()
+        available = available_bytes(self.device, self.config.cache.mem_fraction_static)
+        most = self.max_rows * self.context_length
+        pages = num_kv_pages(self.config.cache, self._kv_bytes_per_token(), available, most)
+        pages = int(self.parallel.all_gather_last(torch.tensor([pages], device=self.device)).min())
+        self.kv = self._new_kv(pages)
+        self.memory_table.append(("KV pool", pages * self.page_size * self._kv_bytes_per_token()))
+        return pages
+
+    def warm_up(self) -> None:
+        """The first real forwards, a prompt and a decode, before anyone is told that the server is ready."""
+        n = min(8, self.kv[0][0].shape[0])
+        self._forward(self._probe_plan(n))
+        self._forward(self._probe_plan(1))
+
+    def _measure_activations(self) -> None:
+        """On CUDA, notes the peak of a full prompt chunk, so that KV does not take what a step needs."""
+        if self.device.type != "cuda":
+            return
+        before = torch.cuda.memory_allocated(self.device)
+        tokens = min(self.context_length, self.config.scheduler.prefill_budget)
+        self.kv = self._new_kv(-(-tokens // self.page_size))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._forward(self._probe_plan(tokens))
+        self.kv = []
+        # The caching allocator keeps the peak reserved: mem_get_info counts it as used, and steps reuse it.
+        self.memory_table.append(("activations", torch.cuda.max_memory_allocated(self.device) - before))
+
+    def _probe_plan(self, n: int) -> StepPlan:
+        return StepPlan(
+            is_decode=n == 1,
+            rows=[0],
+            num_new=[n],
+            seq_lens=[n],
+            ids=[i % self.spec.vocab_size for i in range(n)],
+            pages=[list(range(-(-n // self.page_size)))],
+            slots=[-1],
+            slot_rows=[],
+            sample=[True],
+            prompt_logprobs=[-1],
+        )
+
+    def _new_kv(self, pages: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        shape = self.spec.kv_shape(pages * self.page_size, self.parallel)
+        return [
+            (
+                torch.zeros(shape, dtype=self.dtype, device=self.device),
+                torch.zeros(shape, dtype=self.dtype, device=self.device),
+            )
+            for _ in range(self.spec.num_layers)
+        ]
+
+    def _kv_bytes_per_token(self) -> int:
+        _, heads, dim = self.spec.kv_shape(1, self.parallel)
+        return 2 * self.spec.num_layers * heads * dim * self.dtype.itemsize
+
+    # ---- steps
+
+    @torch.inference_mode()
+    def execute(
+        self, plan: StepPlan, sampling: SamplingPlan | None, poison: frozenset[int] = frozenset()
+    ) -> StepResult:
+        """Runs a step. Rank 0 passes `sampling` and gets the result; other ranks pass None and get an empty one.
+
+        `poison`: indices of plan rows whose logits a test wants to be NaN.
+        """
+        for new in sampling.new_rows if sampling is not None else ():
+            self.sampler.start_row(new.row, new.params, new.prompt_ids, new.output_ids)
+        inputs, hidden_TD = self._forward(plan)
+        result = StepResult(
+            tokens=[-1] * len(plan.rows),
+            broken=[False] * len(plan.rows),
+            logprobs=[None] * len(plan.rows),
+            prompt_logprobs=[[] for _ in plan.rows],
+        )
+        for i in range(len(plan.rows)):
+            if plan.prompt_logprobs[i] >= 0:
+                end = sum(plan.num_new[: i + 1])
+                targets = sampling.prompt_targets[i] if sampling is not None else None
+                hidden_ND = hidden_TD[end - plan.num_new[i] : end]
+                result.prompt_logprobs[i] = self._prompt_logprobs(hidden_ND, plan, i, targets)
+        at = [i for i, sample in enumerate(plan.sample) if sample]
+        if at:
+            sampled = self._sample(hidden_TD, inputs, plan, at, sampling, poison)
+            if sampled is not None and sampling is not None:
+                _fill(result, at, sampled, sampling)
+        return result
+
+    def _forward(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor]:
+        inputs = build_inputs(plan, self.page_size, self.last_token, self.device)
+        ctx = ForwardContext(
+            positions_T=inputs.positions_T,
+            attn=inputs.attn,
+            kv=self.kv,
+            lora=self._plan_lora(plan.slots, plan.num_new, plan.slot_rows),
+        )
+        with torch.inference_mode():
+            hidden: torch.Tensor = self.model(inputs.ids_T, ctx)
+        return inputs, hidden
+
+    def _plan_lora(self, slots: list[int], num_tokens: list[int], slot_rows: list[int]) -> LoRABatchInfo | None:
+        """None when no token has an adapter: then no LoRA code runs at all."""
+        if not slot_rows or all(slot < 0 for slot in slots):
+            return None
+        return self.lora.plan(slots, num_tokens, slot_rows, self.adapters.ranks, self.device)
+
+    def _sample(
+        self,
+        hidden_TD: torch.Tensor,
+        inputs: StepInputs,
+        plan: StepPlan,
+        at: list[int],
+        sampling: SamplingPlan | None,
+        poison: frozenset[int],
+    ) -> Sampled | None:
+        """Rank 0 draws; all ranks keep the ids in the rows' last-token buffer."""
+        at_N = torch.tensor(at, device=self.device)
+        lora = self._plan_lora([plan.slots[i] for i in at], [1] * len(at), plan.slot_rows)
+        logits_NV = self.model.logits(hidden_TD[inputs.last_B[at_N]], lora)  # a collective: every rank takes part
+        sampled = None
+        if sampling is not None:
+            for n, i in enumerate(at):
+                if i in poison:
+                    logits_NV[n] = torch.nan
+            sampled = self.sampler.sample(logits_NV, sampling.rows)
+        ids = sampled.ids_N if sampled is not None else torch.zeros_like(at_N)
+        self.last_token[inputs.rows_B[at_N]] = self.parallel.broadcast_(ids)
+        return sampled
+
+    def _prompt_logprobs(
+        self, hidden_ND: torch.Tensor, plan: StepPlan, i: int, targets: list[int] | None
+    ) -> list[TokenLogprobs]:
+        """Logprobs of each position's next prompt token; `targets` may be shorter than the chunk by its last one."""
+        result: list[TokenLogprobs] = []
+        k = plan.prompt_logprobs[i]
+        for start in range(0, len(hidden_ND), PROMPT_LOGITS_ROWS):
+            hidden = hidden_ND[start : start + PROMPT_LOGITS_ROWS]
+            logits = self.model.logits(hidden, self._plan_lora([plan.slots[i]], [len(hidden)], plan.slot_rows))
+            tokens = (targets or [])[start : start + PROMPT_LOGITS_ROWS]
+            if tokens:
+                top = top_logprobs(logits[: len(tokens)], torch.tensor(tokens, device=self.device), k)
+                result += top.to_host(tokens, [k] * len(tokens))
+        return result
+
+
+def _fill(result: StepResult, at: list[int], sampled: Sampled, sampling: SamplingPlan) -> None:
+    tokens = sampled.ids_N.tolist()
+    broken = sampled.broken_N.tolist()
+    counts = [r.params.logprobs for r in sampling.rows]
+    logprobs = sampled.top.to_host(tokens, [k or 0 for k in counts]) if sampled.top is not None else None
+    for n, i in enumerate(at):
+        result.tokens[i] = tokens[n]
+        result.broken[i] = broken[n]
+        if logprobs is not None and counts[n] is not None:
+            result.logprobs[i] = logprobs[n]
+
+
+def _resolve_dtype(asked: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    if asked == "auto":
+        return torch.float32 if device.type == "cpu" else checkpoint
+    return DTYPES[asked]
+
+
+def _context_length(asked: int | None, model: int) -> int:
+    if asked is not None and asked > model:
+        raise ValueError(f"--context-length {asked} is more than the model's {model}")
+    return model if asked is None else asked

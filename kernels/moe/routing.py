@@ -1,0 +1,49 @@
+"""Which experts a token goes to, the order the GEMMs take the pairs in, and the way back.
+
+T tokens, K experts per token, E experts, M = T · K (token, choice) pairs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+def route(logits_TE: torch.Tensor, top_k: int, *, norm: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over all experts in fp32, then the K largest; `norm` rescales those to sum 1.
+
+    Returns weights fp32 [T, K] and expert ids int64 [T, K].
+    """
+    probs_TE = torch.softmax(logits_TE.float(), dim=-1)
+    weights_TK, ids_TK = torch.topk(probs_TE, top_k, dim=-1)
+    if norm:
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return weights_TK, ids_TK
+
+
+@dataclass(frozen=True)
+class ExpertOrder:
+    """The pairs sorted by expert. Example: ids [[1, 0], [1, 2]] → token [0, 0, 1, 1], ends [1, 3, 4],
+    position [[1, 0], [2, 3]]."""
+
+    token_M: torch.Tensor
+    """int64 [M]: token of each sorted pair."""
+    position_TK: torch.Tensor
+    """int64 [T, K]: place of each pair in the sorted order."""
+    ends_E: torch.Tensor
+    """int32 [E]: end of each expert's rows, cumulative."""
+
+
+def sort_by_expert(ids_TK: torch.Tensor, num_experts: int) -> ExpertOrder:
+    """Stable, and without reading the device back."""
+    flat_M = ids_TK.flatten()
+    sorted_M, order_M = torch.sort(flat_M, stable=True)
+    experts_E = torch.arange(num_experts, device=flat_M.device, dtype=flat_M.dtype)
+    ends_E = torch.searchsorted(sorted_M, experts_E, right=True, out_int32=True)
+    position_M = torch.empty_like(order_M)
+    position_M[order_M] = torch.arange(order_M.shape[0], device=flat_M.device)
+    return ExpertOrder(order_M // ids_TK.shape[1], position_M.view_as(ids_TK), ends_E)
+
+
+def combine(y_MD: torch.Tensor, position_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """out[t] = Σ_k weights[t, k] · y[position[t, k]], summed in fp32 in the order of k. Returns [T, D] in y's dtype."""
+    return (y_MD[position_TK].float() * weights_TK[..., None]).sum(dim=1).to(y_MD.dtype)
