@@ -1,0 +1,88 @@
+"""The grammar of tensor names, against the model's site tree. What the grammar does not know has no place.
+
+name      = {"base_model.model."} module ".lora_" ("A" | "B") [".default"] ".weight"      prefix 0, 1 or 2 times
+module    = dense site | parts | expert | parameter
+parts     = dense parent ".qkv_proj" | ".gate_up_proj"                  B's rows are split among the sites
+expert    = experts parent "." number "." projection                    one expert of an experts site
+parameter = experts parent [".base_layer"]                              fused 3-D parameter, flattened (PEFT)
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from loraplex.engine.lora.adapter import SiteShape
+from loraplex.engine.lora.errors import AdapterError
+
+_NAME = re.compile(r"(?:base_model\.model\.){0,2}(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
+_EXPERT = re.compile(r"(?P<parent>.+)\.(?P<index>0|[1-9][0-9]{0,5})\.(?P<projection>[a-z0-9_]+)")
+_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+_REASONS = (
+    (r"\.lora_magnitude_vector", "DoRA (lora_magnitude_vector) is not supported"),
+    (r"\.lora_embedding_[AB]$", "LoRA on embeddings (embed_tokens) is not supported"),
+    (r"\.embed_tokens\.", "adapted embeddings (embed_tokens) are not supported"),
+    (r"\.token_adapter\.", "trained token embeddings (trainable_token_indices) are not supported"),
+    (r"\.lora_B(\.default)?\.bias$", "a bias in lora_B (lora_bias) is not supported"),
+    (r"\.bias$", "trained biases (bias) are not supported"),
+    (r"^(?!.*\.lora_).*\.weight$", "replaced whole weights (modules_to_save) are not supported"),
+)
+_REASONS_COMPILED = tuple((re.compile(pattern), reason) for pattern, reason in _REASONS)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the pair of one module belongs."""
+
+    form: Literal["dense", "expert", "parameter"]
+    sites: tuple[SiteShape, ...]
+    """dense: the site, or the parts of a fused projection in row order. expert: the experts site. parameter: gate, up
+    and down of the layer; shapes tell which of them the tensors are for."""
+    expert: int = 0
+    is_base_layer: bool = False
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """(module, "A" or "B"), or None for a name outside the grammar. Module is the name that PEFT's patterns match."""
+    match = _NAME.fullmatch(name)
+    return (match["module"], match["factor"]) if match else None
+
+
+def is_head_copy(name: str) -> bool:
+    """PEFT saves the whole base head beside a LoRA on lm_head."""
+    return bool(re.fullmatch(r"(base_model\.model\.){0,2}lm_head\.base_layer\.weight", name))
+
+
+def find_place(module: str, sites: Mapping[str, SiteShape]) -> Place | None:
+    """The place of a module in the model, None when it has none."""
+    if (site := sites.get(module)) is not None:
+        return Place("dense", (site,)) if site.kind == "dense" else None
+    parent, _, last = module.rpartition(".")
+    if parts := _all_sites(parent, _PARTS.get(last, ()), sites, "dense"):
+        return Place("dense", parts)
+    if match := _EXPERT.fullmatch(module):
+        site = sites.get(f"{match['parent']}.{match['projection']}")
+        if site is not None and site.kind == "experts" and int(match["index"]) < site.num_experts:
+            return Place("expert", (site,), expert=int(match["index"]))
+    is_base_layer = last == "base_layer"
+    if projections := _all_sites(parent if is_base_layer else module, EXPERT_PROJECTIONS, sites, "experts"):
+        return Place("parameter", projections, is_base_layer=is_base_layer)
+    return None
+
+
+def refuse_known(name: str) -> None:
+    """Raises the reason for tensors that are no plain LoRA factor: leaving them out would change the adapter."""
+    for pattern, reason in _REASONS_COMPILED:
+        if pattern.search(name):
+            raise AdapterError(f"tensor {name!r}: {reason}")
+
+
+def _all_sites(
+    parent: str, names: tuple[str, ...], sites: Mapping[str, SiteShape], kind: str
+) -> tuple[SiteShape, ...] | None:
+    found = tuple(
+        site for n in names if (site := sites.get(f"{parent}.{n}")) is not None and site.kind == kind
+    )
+    return found if names and len(found) == len(names) else None
