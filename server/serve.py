@@ -160,6 +160,7 @@ async def _serve_http(
     debug = config.server.log_level == "debug"
     http = uvicorn.Config(
         app,
+        http="h11",  # bounds a request's head; httptools takes headers of any size into memory
         log_config=None,
         log_level="debug" if debug else "warning",
         access_log=debug,
