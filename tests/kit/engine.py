@@ -1,5 +1,6 @@
 """A whole engine in the test's own process: the real loop, stepped by hand, its messages collected in a list."""
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,10 @@ from loraplex.engine.messages import (
 from loraplex.engine.request import Request, SamplingParams
 
 
+DEVICE: Any = os.environ.get("KIT_DEVICE", "cpu")
+"""KIT_DEVICE=cuda runs the engine tests on a GPU, in fp32 as here."""
+
+
 class Collector(list[EngineMessage]):
     def send(self, message: EngineMessage) -> None:
         self.append(message)
@@ -33,7 +38,7 @@ class TestEngine:
 
     def __init__(self, model_dir: Path, adapters: Mapping[str, Path | str] | None = None, **settings: Any) -> None:
         groups = [
-            ModelConfig(model_path=str(model_dir), device=settings.pop("device", "cpu")),
+            ModelConfig(model_path=str(model_dir), device=settings.pop("device", DEVICE)),
             CacheConfig(max_total_tokens=settings.pop("max_total_tokens", 2048)),
             SchedulerConfig(max_running_requests=settings.pop("max_running_requests", 32)),
             LoRAConfig(enable_lora=True, lora_paths=tuple(f"{n}={p}" for n, p in (adapters or {}).items())),

@@ -28,6 +28,13 @@ class Oracle:
             self._merged[adapter_dir] = self._merge(adapter_dir)
         return self._merged[adapter_dir]
 
+    def forget(self, adapter_dir: Path | None) -> None:
+        """Drops a model whose dtype or device a test has changed."""
+        if adapter_dir is None:
+            self.base = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=torch.float32).eval()
+        else:
+            del self._merged[adapter_dir]
+
     @torch.no_grad()
     def logprobs(self, ids: list[int], adapter_dir: Path | None = None) -> Tensor:
         """[T, V] log-softmax; row t is the distribution of the token after ids[t]."""
