@@ -55,7 +55,10 @@ def save_tokenizer(folder: Path, *, bos: bool = False, template: str | None = CH
             single="<|im_start|> $A", special_tokens=[("<|im_start|>", IM_START)]
         )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
     )
     fast.chat_template = template
     fast.save_pretrained(folder)
@@ -154,7 +157,9 @@ class ScriptedEngine:
     seed: int = 0
     cached_tokens: int = 0
     fail_step: int | None = None
-    fail_with: ErrorInfo = ErrorInfo(status=500, message="numbers went wrong", code="numerical_error", type="server_error")
+    fail_with: ErrorInfo = ErrorInfo(
+        status=500, message="numbers went wrong", code="numerical_error", type="server_error"
+    )
     dead: bool = False
     hang: asyncio.Event | None = None
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)
@@ -200,7 +205,15 @@ class ScriptedEngine:
 
     def add_adapter(self, name: str, path: str = "x") -> AdapterInfo:
         info = AdapterInfo(
-            name=name, path=path, digest="d", version=1, rank_min=4, rank_max=4, layout="peft", bytes=1, num_tensors=2
+            name=name,
+            path=path,
+            digest="d",
+            version=1,
+            rank_min=4,
+            rank_max=4,
+            layout="peft",
+            bytes=1,
+            num_tensors=2,
         )
         self.adapters[name] = info
         return info
@@ -229,11 +242,15 @@ class Server:
     raise_app = True
     """Off: an exception nobody handled is a 500, as on a socket."""
 
-    def __init__(self, engine: ScriptedEngine, text: TextProcessor | None, config: Config, defaults: GenerationDefaults):
+    def __init__(
+        self, engine: ScriptedEngine, text: TextProcessor | None, config: Config, defaults: GenerationDefaults
+    ):
         self.engine = engine
         self.app = create_app(engine, text, config, defaults)
 
-    def call(self, method: str, path: str, *, client: tuple[str, int] = ("127.0.0.1", 1), **kwargs) -> httpx.Response:
+    def call(
+        self, method: str, path: str, *, client: tuple[str, int] = ("127.0.0.1", 1), **kwargs
+    ) -> httpx.Response:
         async def exchange() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=self.raise_app, client=client)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
@@ -260,7 +277,9 @@ class Server:
 
     def stream(self, path: str, **fields) -> list[dict]:
         """Chunks of a stream that ends well: exactly one [DONE], last."""
-        start = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+        start = (
+            {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+        )
         answer = self.post(path, {"model": "m", "stream": True} | start | fields)
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -296,7 +315,14 @@ def make_text(tmp_path: Path) -> Callable[..., TextProcessor]:
 def make_server(text_processor: TextProcessor) -> Callable[..., Server]:
     """make_server(engine fields…, text=…, api_key=…, lora=…, defaults=…)"""
 
-    def make(*, text=text_processor, api_key=(), lora=LoRAConfig(enable_lora=True), defaults=GenerationDefaults(), **engine):
+    def make(
+        *,
+        text=text_processor,
+        api_key=(),
+        lora=LoRAConfig(enable_lora=True),
+        defaults=GenerationDefaults(),
+        **engine,
+    ):
         config = Config(
             model=ModelConfig(model_path="/models/secret", served_model_name=("m", "m2")),
             lora=lora,

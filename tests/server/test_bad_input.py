@@ -122,7 +122,9 @@ def test_bad_body(server, path, raw):
     probe(server)
 
 
-@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None])
+@pytest.mark.parametrize(
+    "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None]
+)
 def test_content_type(server, content_type):
     headers = {} if content_type is None else {"content-type": content_type}
     answer = server.post(COMPLETIONS, content=b'{"model":"m","prompt":"a"}', headers=headers)

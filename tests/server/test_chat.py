@@ -61,7 +61,11 @@ def test_logprobs_with_and_without_alternatives(make_server, scripts):
         assert values == sorted(values, reverse=True)
         assert sum(map(math.exp, values)) <= 1
     assert server.chat(max_tokens=2)["choices"][0]["logprobs"] is None
-    half = [e for e in server.chat(logprobs=True, max_tokens=40)["choices"][0]["logprobs"]["content"] if e["bytes"] == [0xF0]]
+    half = [
+        e
+        for e in server.chat(logprobs=True, max_tokens=40)["choices"][0]["logprobs"]["content"]
+        if e["bytes"] == [0xF0]
+    ]
     assert half[0]["token"] == "bytes:\\xf0"
 
 
@@ -73,7 +77,8 @@ def test_max_tokens_default_is_what_is_left(make_server):
     server.chat(max_tokens=4, max_completion_tokens=3)
     assert server.engine.requests[-1].sampling.max_tokens == 3
     answer = server.post(
-        PATH, {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 60})
+        PATH, {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 60}
+    )
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert answer.json()["error"]["param"] == "max_completion_tokens"
 
@@ -135,7 +140,12 @@ def test_template_kwargs_are_an_allow_list(make_server, make_text):
     server = make_server(text=make_text(template="{{ 'T' if enable_thinking else 'F' }}"))
     server.chat(chat_template_kwargs={"enable_thinking": True})
     assert server.engine.requests[0].prompt_ids == [ord("T")]
-    for kwargs in ({"tokenize": True}, {"messages": []}, {"enable_thinking": [1]}, {"add_generation_prompt": False}):
+    for kwargs in (
+        {"tokenize": True},
+        {"messages": []},
+        {"enable_thinking": [1]},
+        {"add_generation_prompt": False},
+    ):
         body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": kwargs}
         answer = server.post(PATH, body)
         assert answer.status_code == 400

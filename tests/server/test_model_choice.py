@@ -22,7 +22,15 @@ def lora_server(make_server):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("model", "adapter"),
-    [("m", None), ("m2", None), ("A1", "A1"), ("m:A1", "A1"), ("m2:A2", "A2"), ("org/x", "org/x"), ("m:org/x", "org/x")],
+    [
+        ("m", None),
+        ("m2", None),
+        ("A1", "A1"),
+        ("m:A1", "A1"),
+        ("m2:A2", "A2"),
+        ("org/x", "org/x"),
+        ("m:org/x", "org/x"),
+    ],
 )
 def test_known_names(lora_server, path, stream, model, adapter):
     answer = lora_server.post(path, {"model": model, "stream": stream} | PATHS[path])
@@ -35,7 +43,23 @@ def test_known_names(lora_server, path, stream, model, adapter):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "model",
-    ["A1x", "a1", "", "A1 ", "m:", ":A1", "other:A1", "m:A3", "m:m", "m:A1:A1", "A1:A1", "M", "../x", "a\nb", "x" * 10**6],
+    [
+        "A1x",
+        "a1",
+        "",
+        "A1 ",
+        "m:",
+        ":A1",
+        "other:A1",
+        "m:A3",
+        "m:m",
+        "m:A1:A1",
+        "A1:A1",
+        "M",
+        "../x",
+        "a\nb",
+        "x" * 10**6,
+    ],
 )
 def test_unknown_names(lora_server, path, stream, model):
     answer = lora_server.post(path, {"model": model, "stream": stream} | PATHS[path])
@@ -88,7 +112,24 @@ def test_served_name_with_a_colon():
 
 
 @pytest.mark.parametrize(
-    "name", ["", "a:b", "/a", "a/", "a//b", "a\n", "a b", "ü", "x" * 257, "..", "a/../b", "m", "\x1b[0m", "a\\b", "<a>"]
+    "name",
+    [
+        "",
+        "a:b",
+        "/a",
+        "a/",
+        "a//b",
+        "a\n",
+        "a b",
+        "ü",
+        "x" * 257,
+        "..",
+        "a/../b",
+        "m",
+        "\x1b[0m",
+        "a\\b",
+        "<a>",
+    ],
 )
 def test_bad_adapter_names(name):
     with pytest.raises(ValueError, match="adapter name"):
