@@ -15,7 +15,7 @@ from loraplex.server.errors import UnauthorizedError, error_response
 
 
 class RequireKey:
-    """ASGI middleware: 401 unless the request brings one of `keys` as a bearer token, or is for an open route."""
+    """ASGI middleware: 401 unless the request brings a key as a bearer token or is for an open route."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], open_routes: Sequence[BaseRoute]) -> None:
         self._app = app

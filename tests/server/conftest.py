@@ -65,6 +65,12 @@ def save_tokenizer(folder: Path, *, bos: bool = False, template: str | None = CH
     return folder
 
 
+NUMBERS_WENT_WRONG = ErrorInfo(
+    status=500, message="numbers went wrong", code="numerical_error", type="server_error"
+)
+LORA_ON = LoRAConfig(enable_lora=True)
+OPENAI_DEFAULTS = GenerationDefaults()
+
 Script = Callable[[Request, int], list[int]]
 """(request, choice) → its tokens if nothing but max_tokens ended it."""
 
@@ -81,7 +87,7 @@ def chain_script(successors: dict[int, int] = CH0) -> Script:
 
 
 def random_script(request: Request, choice: int) -> list[int]:
-    """Depends on seed, choice and prompt; bytes, halves of characters and ids no tokenizer knows. Never eos."""
+    """Depends on seed, choice and prompt; parts of characters and unknown ids. Never eos."""
     rng = random.Random(f"{request.sampling.seed} {choice} {request.prompt_ids}")
     return [rng.choice([rng.randrange(256), 97, 0xF0, 300]) for _ in range(request.sampling.max_tokens)]
 
@@ -157,9 +163,7 @@ class ScriptedEngine:
     seed: int = 0
     cached_tokens: int = 0
     fail_step: int | None = None
-    fail_with: ErrorInfo = ErrorInfo(
-        status=500, message="numbers went wrong", code="numerical_error", type="server_error"
-    )
+    fail_with: ErrorInfo | None = NUMBERS_WENT_WRONG
     dead: bool = False
     hang: asyncio.Event | None = None
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)
@@ -231,9 +235,16 @@ class ScriptedEngine:
 
     async def state(self) -> EngineState:
         return EngineState(
-            total=8, free=8, cached=0, held=0, adapter_refs={}, live_requests=len(self.live), waiting=0, running=0,
+            total=8,
+            free=8,
+            cached=0,
+            held=0,
+            adapter_refs={},
+            live_requests=len(self.live),
+            waiting=0,
+            running=0,
             preemptions=0,
-        )  # fmt: skip
+        )
 
 
 class Server:
@@ -319,8 +330,8 @@ def make_server(text_processor: TextProcessor) -> Callable[..., Server]:
         *,
         text=text_processor,
         api_key=(),
-        lora=LoRAConfig(enable_lora=True),
-        defaults=GenerationDefaults(),
+        lora=LORA_ON,
+        defaults=OPENAI_DEFAULTS,
         **engine,
     ):
         config = Config(

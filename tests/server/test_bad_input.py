@@ -24,13 +24,15 @@ BOTH = {
     "min_tokens": [-1, 601, 1.5],
     "stream": ["yes", 1],
     "stop": ["", [""], ["a"] * 17, "a" * 10**6, [1], {"a": 1}, 5],
-    "logit_bias": [{"320": 1}, {"191222": -100}, {"-1": 1}, {"x": 1}, {"5": 101}, {"1": NAN}, {"1": True}, {"01": 1},
+    "logit_bias": [{"320": 1}, {"191222": -100}, {"-1": 1}, {"x": 1}, {"5": 101}, {"1": NAN}, {"1": True},
+    {"01": 1},
                    {str(i): 0 for i in range(10**4)}, [1]],
     "stop_token_ids": [[320], [-1], [2**40], ["a"], 5, [True]],
     "ignore_eos": ["no", 1],
     "skip_special_tokens": [0],
     "cache_salt": ["x" * 129, 5],
-    "response_format": [{"type": "json_object"}, {"type": "x"}, {}, {"type": "json_schema", "json_schema": {}}, "text"],
+    "response_format": [{"type": "json_object"}, {"type": "x"}, {}, {"type": "json_schema",
+    "json_schema": {}}, "text"],
     "tools": [[{"type": "function"}], 5],
     "functions": [[{"name": "f"}]],
     "guided_json": [{}],
@@ -44,8 +46,10 @@ ONLY_COMPLETIONS = {
     "logprobs": [-1, 21, 10**6, True],
     "suffix": ["x"],
     "echo": ["yes"],
-    "prompt": ["", [], [""], ["a", ""], [[]], [[], "a"], ["a", 1], [1.5], [-1], [320], [2**31], [2**63], [True], [[[1]]],
-               ["a"] * 1025, "a" * 10**7, "\0", "\ud800", ["a", "\udfff"], {"a": 1}, 5, None, "\u202e" * 10**5],
+    "prompt": ["", [], [""], ["a", ""], [[]], [[], "a"], ["a", 1], [1.5], [-1], [320], [2**31], [2**63],
+    [True], [[[1]]],
+               ["a"] * 1025, "a" * 10**7, "\0", "\ud800", ["a", "\udfff"], {"a": 1}, 5, None,
+               "\u202e" * 10**5],
 }  # fmt: skip
 ONLY_CHAT = {
     "logprobs": [1, "yes"],
@@ -59,10 +63,13 @@ ONLY_CHAT = {
                  [{"role": "user", "content": None}], [{"role": "user", "content": []}], [{"role": "user"}],
                  [{"role": "user", "content": [{"type": "x"}]}],
                  [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
-                 [{"role": "user", "content": [{"type": "text", "text": 5}]}], [{"role": "tool", "content": "a"}],
-                 [{"role": "assistant", "content": None}], [{"role": "user", "content": "\ud800"}], "a", ["a"],
+                 [{"role": "user", "content": [{"type": "text", "text": 5}]}], [{"role": "tool",
+                 "content": "a"}],
+                 [{"role": "assistant", "content": None}], [{"role": "user", "content": "\ud800"}], "a",
+                 ["a"],
                  [{"role": "user", "content": "a"}] * 50_000,
-                 [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}]],
+                 [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f",
+                 "arguments": "{"}}]}]],
 }  # fmt: skip
 
 
@@ -98,17 +105,21 @@ def test_bad_field(server, path, name, value, stream):
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"max_tokens": 2, "min_tokens": 3}, "min_tokens"), ({"stream_options": {"include_usage": True}}, "stream_options"),
-     ({"prompt": ["a"] * 100, "n": 100}, "n"), ({"prompt": ["a", ""]}, "prompt"), ({"max_tokens": 0}, "max_tokens")],
+    [({"max_tokens": 2, "min_tokens": 3}, "min_tokens"), ({"stream_options": {"include_usage": True}},
+    "stream_options"),
+     ({"prompt": ["a"] * 100, "n": 100}, "n"), ({"prompt": ["a", ""]}, "prompt"), ({"max_tokens": 0},
+     "max_tokens")],
 )  # fmt: skip
 def test_bad_combination(server, fields, param):
     assert_refused(server.post(COMPLETIONS, {"model": "m", "prompt": "a"} | fields), param)
 
 
 RAW = {
-    "invalid": b"{", "list": b"[]", "text": b'"a"', "number": b"5", "empty": b"", "null": b"null", "utf8": b'{"model": "\xff"}',
+    "invalid": b"{", "list": b"[]", "text": b'"a"', "number": b"5", "empty": b"", "null": b"null",
+    "utf8": b'{"model": "\xff"}',
     "nested": b"[" * 100_000, "nested object": b'{"a":' * 100_000, "digits": b'{"n": ' + b"9" * 5000 + b"}",
-    "huge": b'{"model": "m", "prompt": "a", "temperature": 1e999}', "two": b'{"model": "m"} {"a": 1}', "bom": b"\xef\xbb\xbf{}",
+    "huge": b'{"model": "m", "prompt": "a", "temperature": 1e999}', "two": b'{"model": "m"} {"a": 1}',
+    "bom": b"\xef\xbb\xbf{}",
     "control": b'{"model": "m\x00"}', "comment": b'{"model": "m" /* */}',
 }  # fmt: skip
 

@@ -107,20 +107,35 @@ def test_text_parts_and_roles(make_server, scripts):
     server = make_server(script=scripts[0](FROM_NEWLINE))
     messages = [
         {"role": "system", "content": "s"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None},
-        {"role": "assistant", "content": None, "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "name": None,
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+            ],
+        },
         {"role": "tool", "content": "r", "tool_call_id": "1"},
-    ]  # fmt: skip
+    ]
     assert server.post(PATH, {"model": "m", "messages": messages}).status_code == 200
     assert b"a\nb" in bytes(t for t in server.engine.requests[0].prompt_ids if t < 256)
 
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ raise_exception('odd roles') }}", "{{ messages[0].nothing.at_all }}", "{{ ''.__class__.__mro__[1].x() }}",
-     "{% for x in range(10**9) %}{% endfor %}", "{{ 1 + 'a' }}", "{% broken"],
-)  # fmt: skip
+    [
+        "{{ raise_exception('odd roles') }}",
+        "{{ messages[0].nothing.at_all }}",
+        "{{ ''.__class__.__mro__[1].x() }}",
+        "{% for x in range(10**9) %}{% endfor %}",
+        "{{ 1 + 'a' }}",
+        "{% broken",
+    ],
+)
 def test_template_faults_are_400(make_server, make_text, template):
     server = make_server(text=make_text(template=template))
     answer = server.post(PATH, {"model": "m", "messages": [{"role": "user", "content": "a"}]})
@@ -165,9 +180,13 @@ def test_tokenize_and_detokenize(chat_server):
     shown = chat_server.post("/v1/detokenize", {"tokens": [[258], [97]], "skip_special_tokens": False}).json()
     assert shown["text"] == ["<|im_end|>", "a"]
     for path, body in [
-        ("/tokenize", {"prompt": 5}), ("/tokenize", {}), ("/tokenize", {"messages": []}),
-        ("/detokenize", {"tokens": [320]}), ("/detokenize", {"tokens": ["a"]}), ("/detokenize", {"tokens": [-1]}),
+        ("/tokenize", {"prompt": 5}),
+        ("/tokenize", {}),
+        ("/tokenize", {"messages": []}),
+        ("/detokenize", {"tokens": [320]}),
+        ("/detokenize", {"tokens": ["a"]}),
+        ("/detokenize", {"tokens": [-1]}),
         ("/detokenize", {"tokens": [[97], 97]}),
-    ]:  # fmt: skip
+    ]:
         assert chat_server.post(path, body).status_code == 400
     assert chat_server.post("/tokenize", {"model": "other", "prompt": "a"}).status_code == 404

@@ -22,7 +22,8 @@ def test_answer_has_openai_shape(server):
     assert answer["object"] == "text_completion"
     assert answer["model"] == "m"
     assert answer["choices"] == [
-        {"index": 0, "text": FULL, "logprobs": None, "finish_reason": "stop", "stop_reason": None}]  # fmt: skip
+        {"index": 0, "text": FULL, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
     usage = {"prompt_tokens": 1, "completion_tokens": 11, "total_tokens": 12}
     assert answer["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
 
@@ -161,11 +162,36 @@ def test_batch_keeps_order(server):
 
 
 NULLS = [
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "best_of", "seed", "stop", "stop_token_ids", "logprobs",
-    "echo", "logit_bias", "stream", "stream_options", "suffix", "user", "lora_path", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", "cache_salt",
-    "response_format", "tools", "add_special_tokens", "include_stop_str_in_output",
-]  # fmt: skip
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "best_of",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "logprobs",
+    "echo",
+    "logit_bias",
+    "stream",
+    "stream_options",
+    "suffix",
+    "user",
+    "lora_path",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "cache_salt",
+    "response_format",
+    "tools",
+    "add_special_tokens",
+    "include_stop_str_in_output",
+]
 
 
 def test_null_is_the_default(server):

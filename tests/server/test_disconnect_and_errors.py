@@ -17,10 +17,19 @@ class RawClient:
         raw = json.dumps(body).encode()
         headers = [(b"content-type", b"application/json"), (b"host", b"test")]
         self.scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
-            "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"", "headers": headers,
-            "client": ("127.0.0.1", 1), "server": ("test", 80),
-        }  # fmt: skip
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "scheme": "http",
+            "query_string": b"",
+            "headers": headers,
+            "client": ("127.0.0.1", 1),
+            "server": ("test", 80),
+        }
         self.app, self.raw = app, raw
         self.sent = []
         self.left = asyncio.Event()
@@ -44,9 +53,13 @@ class RawClient:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "fields", "num_requests"),
-    [(COMPLETIONS, {"prompt": "a"}, 1), (COMPLETIONS, {"prompt": ["a", "x", "y"] * 3, "n": 2}, 9), (COMPLETIONS, {"prompt": "a", "n": 4}, 1),
-     (CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 2}, 1)],
-)  # fmt: skip
+    [
+        (COMPLETIONS, {"prompt": "a"}, 1),
+        (COMPLETIONS, {"prompt": ["a", "x", "y"] * 3, "n": 2}, 9),
+        (COMPLETIONS, {"prompt": "a", "n": 4}, 1),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 2}, 1),
+    ],
+)
 def test_client_gone_aborts_everything(make_server, scripts, stream, path, fields, num_requests):
     async def play():
         server = make_server(script=scripts[1], hang=asyncio.Event(), max_join=1)
@@ -88,14 +101,24 @@ def test_two_requests_with_the_same_client_id(make_server):
     async def play():
         server = make_server()
         clients = [
-            RawClient(server.app, COMPLETIONS, {"model": "m", "stream": True, "prompt": prompt, "request_id": "same", "rid": "same"})
-            for prompt in ("a", "x")]  # fmt: skip
+            RawClient(
+                server.app,
+                COMPLETIONS,
+                {"model": "m", "stream": True, "prompt": prompt, "request_id": "same", "rid": "same"},
+            )
+            for prompt in ("a", "x")
+        ]
         for client in clients:
             client.scope["headers"].append((b"x-request-id", b"same"))
         await asyncio.gather(*(server.app(c.scope, c.receive, c.send) for c in clients))
-        return [b"".join(
-            json.loads(line[6:])["choices"][0]["text"].encode()
-            for line in c.body.splitlines() if line.startswith(b"data: {")) for c in clients]  # fmt: skip
+        return [
+            b"".join(
+                json.loads(line[6:])["choices"][0]["text"].encode()
+                for line in c.body.splitlines()
+                if line.startswith(b"data: {")
+            )
+            for c in clients
+        ]
 
     assert asyncio.run(play()) == ["bc 🌶xyz".encode(), b"yz"]
 
@@ -150,10 +173,18 @@ def test_unexpected_fault_in_mid_stream_is_logged_not_shown(make_server, scripts
     assert "AttributeError" not in answer.text
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [
-    ("GET", "/nope", 404), ("GET", "/v1/nope", 404), ("GET", COMPLETIONS, 405), ("POST", "/health", 405),
-    ("DELETE", "/v1/models", 405), ("GET", "/health/", 404), ("GET", "/debug/state", 404),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nope", 404),
+        ("GET", "/v1/nope", 404),
+        ("GET", COMPLETIONS, 405),
+        ("POST", "/health", 405),
+        ("DELETE", "/v1/models", 405),
+        ("GET", "/health/", 404),
+        ("GET", "/debug/state", 404),
+    ],
+)
 def test_routing_errors_have_openai_shape(server, method, path, status):
     answer = server.call(method, path)
     assert answer.status_code == status

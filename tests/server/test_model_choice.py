@@ -80,9 +80,15 @@ def test_missing_model(lora_server, path, body):
 
 @pytest.mark.parametrize(
     ("model", "lora_path", "adapters"),
-    [("m", "A1", ["A1", "A1"]), ("m", ["A1", None], ["A1", None]), ("m", None, [None, None]), ("A1", "A1", ["A1", "A1"]),
-     ("m:A1", ["A1", "A1"], ["A1", "A1"]), ("m", ["A2", "A1"], ["A2", "A1"])],
-)  # fmt: skip
+    [
+        ("m", "A1", ["A1", "A1"]),
+        ("m", ["A1", None], ["A1", None]),
+        ("m", None, [None, None]),
+        ("A1", "A1", ["A1", "A1"]),
+        ("m:A1", ["A1", "A1"], ["A1", "A1"]),
+        ("m", ["A2", "A1"], ["A2", "A1"]),
+    ],
+)
 def test_lora_path(lora_server, model, lora_path, adapters):
     lora_server.complete(["a", "x"], model=model, lora_path=lora_path)
     assert [request.adapter for request in lora_server.engine.requests] == adapters
@@ -90,9 +96,19 @@ def test_lora_path(lora_server, model, lora_path, adapters):
 
 @pytest.mark.parametrize(
     ("model", "lora_path", "status"),
-    [("A1", "A2", 400), ("A1", ["A1", None], 400), ("m", ["A1"], 400), ("m", ["A1"] * 3, 400), ("m", "zz", 404), ("m", "", 404),
-     ("m", ["A1", "zz"], 404), ("m", "m:A1", 404), ("m", "m", 404), ("zz", "A1", 404)],
-)  # fmt: skip
+    [
+        ("A1", "A2", 400),
+        ("A1", ["A1", None], 400),
+        ("m", ["A1"], 400),
+        ("m", ["A1"] * 3, 400),
+        ("m", "zz", 404),
+        ("m", "", 404),
+        ("m", ["A1", "zz"], 404),
+        ("m", "m:A1", 404),
+        ("m", "m", 404),
+        ("zz", "A1", 404),
+    ],
+)
 def test_wrong_lora_path(lora_server, model, lora_path, status):
     body = {"model": model, "prompt": ["a", "x"], "lora_path": lora_path}
     answer = lora_server.post("/v1/completions", body)

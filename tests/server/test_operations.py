@@ -28,7 +28,8 @@ def test_version(server):
 def test_metrics(make_server):
     server = make_server(cached_tokens=1)
     server.engine.last_heartbeat = Heartbeat(
-        step=1, num_running=3, num_waiting=2, kv_used_tokens=40, kv_cached_tokens=7)  # fmt: skip
+        step=1, num_running=3, num_waiting=2, kv_used_tokens=40, kv_cached_tokens=7
+    )
     server.complete()
     server.stream("/v1/completions")
     for i in range(50):
@@ -41,11 +42,17 @@ def test_metrics(make_server):
         'loraplex:requests_total{endpoint="/v1/completions",status="404"} 50.0',
         'loraplex:requests_total{endpoint="other",status="404"} 50.0',
         'loraplex:requests_total{endpoint="/v1/models/{name:path}",status="404"} 50.0',
-        "loraplex:prompt_tokens_total 2.0", "loraplex:generation_tokens_total 22.0", "loraplex:cached_tokens_total 2.0",
-        "loraplex:num_running 3.0", "loraplex:num_waiting 2.0", "loraplex:kv_used_tokens 40.0",
-        'vllm:num_requests_running{model_name="m"} 3.0', 'vllm:num_requests_waiting{model_name="m"} 2.0',
-        "loraplex:time_to_first_token_seconds_count 2.0", "loraplex:e2e_request_latency_seconds_count 2.0",
-    ]:  # fmt: skip
+        "loraplex:prompt_tokens_total 2.0",
+        "loraplex:generation_tokens_total 22.0",
+        "loraplex:cached_tokens_total 2.0",
+        "loraplex:num_running 3.0",
+        "loraplex:num_waiting 2.0",
+        "loraplex:kv_used_tokens 40.0",
+        'vllm:num_requests_running{model_name="m"} 3.0',
+        'vllm:num_requests_waiting{model_name="m"} 2.0',
+        "loraplex:time_to_first_token_seconds_count 2.0",
+        "loraplex:e2e_request_latency_seconds_count 2.0",
+    ]:
         assert wanted in lines
     assert not any("unknown" in line for line in lines)
 
@@ -79,14 +86,37 @@ def test_every_route_needs_a_key(make_server):
 
 @pytest.mark.parametrize(
     "headers",
-    [[], [("Authorization", "Bearer k")], [("Authorization", "Bearer k11")], [("Authorization", "Basic k1")], [("Authorization", "k1")],
-     [("Authorization", "Bearer k1"), ("Authorization", "Bearer k1")], [("Authorization", "bearer")], [("X-Api-Key", "k1")],
-     [("Host", "a/health?c=")], [("Host", "foo#"), ("X-Original-URL", "/health")], [("X-Forwarded-Prefix", "/health")]],
-)  # fmt: skip
+    [
+        [],
+        [("Authorization", "Bearer k")],
+        [("Authorization", "Bearer k11")],
+        [("Authorization", "Basic k1")],
+        [("Authorization", "k1")],
+        [("Authorization", "Bearer k1"), ("Authorization", "Bearer k1")],
+        [("Authorization", "bearer")],
+        [("X-Api-Key", "k1")],
+        [("Host", "a/health?c=")],
+        [("Host", "foo#"), ("X-Original-URL", "/health")],
+        [("X-Forwarded-Prefix", "/health")],
+    ],
+)
 @pytest.mark.parametrize(
-    "path", ["/v1/models", "//v1/models", "/v1/./models", "/V1/models", "/%76%31/models", "/v1/models;x", "/health/../v1/models",
-             "/v1/models?api_key=k1", "/metrics", "//health", "/health/", "/health;x"],
-)  # fmt: skip
+    "path",
+    [
+        "/v1/models",
+        "//v1/models",
+        "/v1/./models",
+        "/V1/models",
+        "/%76%31/models",
+        "/v1/models;x",
+        "/health/../v1/models",
+        "/v1/models?api_key=k1",
+        "/metrics",
+        "//health",
+        "/health/",
+        "/health;x",
+    ],
+)
 def test_no_way_around_the_key(make_server, headers, path):
     server = make_server(api_key=("k1",))
     for method in ("GET", "POST", "HEAD", "OPTIONS"):
@@ -158,9 +188,22 @@ def test_load_and_unload(adapter_server, prefix):
 @pytest.mark.parametrize("prefix", ["/v1", ""])
 @pytest.mark.parametrize(
     ("path", "status"),
-    [("outside-link", 403), ("../outside/evil", 403), ("good/../../outside/evil", 403), ("/etc", 403), ("/nowhere/at/all", 403), ("", 403),
-     (".", 403), ("none", 404), ("file", 404), ("loop", 404), ("x" * 5000, 404), ("dummy:rank=4", 404), ("a\nb", 404)],
-)  # fmt: skip
+    [
+        ("outside-link", 403),
+        ("../outside/evil", 403),
+        ("good/../../outside/evil", 403),
+        ("/etc", 403),
+        ("/nowhere/at/all", 403),
+        ("", 403),
+        (".", 403),
+        ("none", 404),
+        ("file", 404),
+        ("loop", 404),
+        ("x" * 5000, 404),
+        ("dummy:rank=4", 404),
+        ("a\nb", 404),
+    ],
+)
 def test_load_only_from_below_the_roots(adapter_server, prefix, path, status):
     server, root = adapter_server
     answer = server.post(f"{prefix}/load_lora_adapter", {"lora_name": "a", "lora_path": path})
@@ -178,9 +221,13 @@ def test_load_refusals_name_flag_and_field(make_server, adapter_server):
     assert "--enable-lora" in off.json()["error"]["message"]
     server, _ = adapter_server
     for fields, param in [
-        ({"lora_name": "m"}, "lora_name"), ({"lora_name": "a:b"}, "lora_name"), ({"lora_name": None}, "lora_name"),
-        ({"lora_path": 5}, "lora_path"), ({"pinned": True}, "pinned"), ({"load_inplace": "yes"}, "load_inplace"),
-    ]:  # fmt: skip
+        ({"lora_name": "m"}, "lora_name"),
+        ({"lora_name": "a:b"}, "lora_name"),
+        ({"lora_name": None}, "lora_name"),
+        ({"lora_path": 5}, "lora_path"),
+        ({"pinned": True}, "pinned"),
+        ({"load_inplace": "yes"}, "load_inplace"),
+    ]:
         answer = server.post("/load_lora_adapter", body | fields)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
@@ -215,9 +262,13 @@ def test_debug_state_only_for_tests_and_loopback(make_server, monkeypatch):
 
 @pytest.mark.parametrize(
     ("stored", "mode", "wanted"),
-    [({"temperature": 0.6, "top_p": 0.9, "top_k": 20}, "model", (0.6, 0.9, 20)), ({"temperature": 0.6}, "openai", (1.0, 1.0, 0)),
-     (None, "model", (1.0, 1.0, 0)), ({"top_k": None}, "model", (1.0, 1.0, 0))],
-)  # fmt: skip
+    [
+        ({"temperature": 0.6, "top_p": 0.9, "top_k": 20}, "model", (0.6, 0.9, 20)),
+        ({"temperature": 0.6}, "openai", (1.0, 1.0, 0)),
+        (None, "model", (1.0, 1.0, 0)),
+        ({"top_k": None}, "model", (1.0, 1.0, 0)),
+    ],
+)
 def test_defaults_of_the_model(tmp_path, stored, mode, wanted):
     if stored is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(stored))

@@ -45,7 +45,12 @@ def test_unknown_and_special_ids(text_processor):
 
 def test_names_of_tokens(text_processor):
     assert [text_processor.vocabulary.name(i) for i in (97, 32, 0xF0, 258, 300)] == [
-        "a", " ", "bytes:\\xf0", "<|im_end|>", "token_id:300"]  # fmt: skip
+        "a",
+        " ",
+        "bytes:\\xf0",
+        "<|im_end|>",
+        "token_id:300",
+    ]
 
 
 def test_byte_fallback_keeps_spaces_and_joins_bytes():
