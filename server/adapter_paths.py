@@ -21,9 +21,9 @@ def resolve(path: str, roots: Sequence[str]) -> str:
     real_roots = [Path(os.path.realpath(root)) for root in roots]
     targets = [Path(os.path.realpath(root / path)) for root in real_roots]
     inside = [target for target in targets if any(root in target.parents for root in real_roots)]
-    if not inside:
-        raise ForbiddenError(f"{clip(path)} is not below a folder of --adapter-root", param="lora_path")
     for target in inside:
-        if target.is_dir():
+        if os.path.isdir(target):
             return str(target)
+    if len(inside) < len(targets):
+        raise ForbiddenError(f"{clip(path)} is not below a folder of --adapter-root", param="lora_path")
     raise NotFoundError(f"No adapter folder {clip(path)} below --adapter-root", param="lora_path")

@@ -21,11 +21,13 @@ def create_app(
     model_name = (config.model.served_model_name or (config.model.model_path,))[0]
     front = Front(engine, text, config, defaults, Metrics(engine, model_name), created=int(time.time()))
     app = FastAPI(title="loraplex", version=operations_api.version(), redirect_slashes=False)
+    health = operations_api.open_router(front)
+    app.include_router(health)
     for api in (completions, models_api, tokens_api, adapters_api, operations_api):
         app.include_router(api.router(front))
     errors.install(app)
     openapi.install(app)
     if config.server.api_key:
-        app.add_middleware(RequireKey, keys=config.server.api_key, routes=app.routes)
+        app.add_middleware(RequireKey, keys=config.server.api_key, open_routes=health.routes)
     app.add_middleware(CountRequests, metrics=front.metrics)
     return app

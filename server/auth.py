@@ -1,4 +1,4 @@
-"""API keys. Every route needs one, unknown routes included, except the few listed here: closed by default.
+"""API keys. Every route needs one, unknown routes included, except the open ones: closed by default.
 
 The open routes are recognised by the router's own matching, so no spelling of a URL can look open to this
 check and be routed elsewhere.
@@ -13,16 +13,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.server.errors import UnauthorizedError, error_response
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
-
 
 class RequireKey:
-    """ASGI middleware: 401 unless the request brings one of `keys` as a bearer token."""
+    """ASGI middleware: 401 unless the request brings a key as a bearer token or is for an open route."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], routes: Sequence[BaseRoute]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_routes: Sequence[BaseRoute]) -> None:
         self._app = app
         self._digests = [_digest(key.encode()) for key in keys]
-        self._open_routes = [route for route in routes if getattr(route, "path", None) in OPEN_PATHS]
+        self._open_routes = open_routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._is_open(scope) or self._has_key(scope):

@@ -7,13 +7,14 @@ from loraplex.engine.request import Request as EngineRequest
 from loraplex.engine.request import SamplingParams
 from loraplex.server.answers import AnswerFormat, ChatFormat, CompletionFormat
 from loraplex.server.body import read_json
+from loraplex.server.chat_protocol import ChatRequest
 from loraplex.server.choice import Shape
 from loraplex.server.front import Front
 from loraplex.server.generation import Generation, Job
 from loraplex.server.model_choice import choose_adapters
 from loraplex.server.openapi import documented
 from loraplex.server.prompts import prepare, prepare_chat
-from loraplex.server.protocol import ChatRequest, CompletionRequest, GenerationFields
+from loraplex.server.protocol import CompletionRequest, GenerationFields
 from loraplex.server.sampling import TokenBudget, check_ids, fit, sampling_params
 from loraplex.server.streaming import stream, whole
 from loraplex.server.text import Prompt

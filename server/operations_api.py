@@ -21,7 +21,8 @@ def version() -> str:
         return "0+source"
 
 
-def router(front: Front) -> APIRouter:
+def open_router(front: Front) -> APIRouter:
+    """The routes that need no API key."""
     routes = APIRouter()
 
     @routes.get("/health")
@@ -31,6 +32,12 @@ def router(front: Front) -> APIRouter:
         if not front.engine.healthy:
             raise UnavailableError("The engine does not answer")
         return JSONResponse({"status": "ok"})
+
+    return routes
+
+
+def router(front: Front) -> APIRouter:
+    routes = APIRouter()
 
     @routes.get("/metrics")
     async def metrics() -> Response:

@@ -2,9 +2,10 @@
 
 import asyncio
 
+from loraplex.server.chat_protocol import TemplateFields
 from loraplex.server.errors import ContextTooLongError, InvalidRequestError
 from loraplex.server.front import Front
-from loraplex.server.protocol import Prompts, TemplateFields
+from loraplex.server.protocol import Prompts
 from loraplex.server.text import Prompt
 
 

@@ -70,7 +70,7 @@ class TextProcessor:
         """
         if not self.has_chat_template:
             raise InvalidRequestError(
-                "The model has no chat template: start the server with --chat-template or use /v1/completions",
+                "No chat template here: start the server with --chat-template or use /v1/completions",
                 param="messages",
             )
         rendered = self._render(

@@ -8,12 +8,12 @@ from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field
 
 from loraplex.server.body import read_json
+from loraplex.server.chat_protocol import TemplateFields
 from loraplex.server.errors import InvalidRequestError
 from loraplex.server.front import Front
 from loraplex.server.model_choice import choose_adapter
 from loraplex.server.openapi import documented
 from loraplex.server.prompts import prepare_chat
-from loraplex.server.protocol import TemplateFields
 from loraplex.server.wire import Wire
 
 
