@@ -15,10 +15,8 @@ def store_kv(
     slot_mapping_T: torch.Tensor,
 ) -> None:
     """cache[slot_mapping[t]] = k[t], v[t]. Caches: [slots, H_kv, D], written in place; slots int64, all different."""
-    assert k_THD.shape == v_THD.shape and k_THD.shape[0] == slot_mapping_T.shape[0], (
-        k_THD.shape,
-        slot_mapping_T.shape,
-    )
+    assert k_THD.shape == v_THD.shape, (k_THD.shape, v_THD.shape)
+    assert k_THD.shape[0] == slot_mapping_T.shape[0], (k_THD.shape, slot_mapping_T.shape)
     store_kv_reference(k_THD, v_THD, k_cache, v_cache, slot_mapping_T)
 
 

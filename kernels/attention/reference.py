@@ -55,13 +55,18 @@ def prefill_reference(
     scale: float,
 ) -> torch.Tensor:
     """The last T positions of one row of `seq_len` tokens, causal. Returns [T, H, D]."""
-    num_queries = q_THD.shape[0]
+    num_queries, num_heads, _ = q_THD.shape
     positions_L = torch.arange(seq_len, device=q_THD.device)
     slots_L = _slots(pages_P[None], positions_L, page_size)[0]
-    k_HLD, v_HLD = k_cache[slots_L].transpose(0, 1), v_cache[slots_L].transpose(0, 1)
-    sees_TL = positions_L <= positions_L[seq_len - num_queries :, None]
+    # Repeated heads and, without a prefix, is_causal instead of a mask let CUDA choose a kernel that never holds the
+    # [H, T, L] scores.
+    repeats = num_heads // k_cache.shape[1]
+    k_HLD = k_cache[slots_L].transpose(0, 1).repeat_interleave(repeats, dim=0)
+    v_HLD = v_cache[slots_L].transpose(0, 1).repeat_interleave(repeats, dim=0)
+    whole = num_queries == seq_len
+    sees_TL = None if whole else positions_L <= positions_L[seq_len - num_queries :, None]
     out = F.scaled_dot_product_attention(
-        q_THD.transpose(0, 1)[None], k_HLD[None], v_HLD[None], attn_mask=sees_TL, scale=scale, enable_gqa=True
+        q_THD.transpose(0, 1)[None], k_HLD[None], v_HLD[None], attn_mask=sees_TL, is_causal=whole, scale=scale
     )
     return out[0].transpose(0, 1)
 

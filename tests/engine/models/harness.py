@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import transformers
+
 from loraplex.engine.batch import AttentionPlan, ForwardContext
 from loraplex.engine.layers.experts import Experts
 from loraplex.engine.model_config import read_model_spec
@@ -14,8 +15,9 @@ from loraplex.engine.models import build_model
 from loraplex.engine.models.decoder import CausalLM
 from loraplex.engine.models.sites import Site, lora_sites, shard_delta
 from loraplex.engine.parallel import Parallel
-from loraplex.engine.weights import load_weights
+from loraplex.engine.weights import init_dummy, load_weights  # noqa: F401 (init_dummy: used through this module)
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
+from loraplex.kernels.lora.experts import expert_lora_op
 from loraplex.kernels.lora.weights import (
     ExpertDeltas,
     ExpertLoRAWeights,
@@ -258,3 +260,19 @@ def merge(hf, adapter: dict[str, Delta]) -> None:
                 half = gate_up.shape[1] // 2
                 gate_up[:, :half] += delta if part == "gate_proj" else 0
                 gate_up[:, half:] += delta if part == "up_proj" else 0
+
+
+TP_PROMPTS = [[(i * 37 + 5) % 320 for i in range(9)], [(i * 91 + 11) % 320 for i in range(7)], [3, 1, 4, 1, 5]]
+TP_CHUNKS = [[8, 1], [3, 4], [4, 1]]
+
+
+def tp_adapters(model):
+    """Everything adapted, then experts with shared outer matrices only."""
+    experts_only = random_adapter(model, 2, 5, keep=lambda path: ".experts." in path, shared_outer=True)
+    return [random_adapter(model, 1, 3), experts_only]
+
+
+def use_virtual_experts(model, virtual: bool) -> None:
+    for layer in model.modules():
+        if isinstance(layer, Experts):
+            layer.lora_op = expert_lora_op(virtual)

@@ -1,0 +1,103 @@
+"""Dense and expert LoRA references against per-token loops, and the two expert implementations against each other."""
+
+import pytest
+import torch
+
+from loraplex.kernels.lora import experts
+from loraplex.kernels.lora.batch_info import LoRABatchInfo
+from loraplex.kernels.lora.reference import lora_add_
+from loraplex.kernels.lora.weights import ExpertDeltas, ExpertLoRAWeights, ExpertLowRank, LoRAWeights, LowRank
+from loraplex.kernels.moe.routing import sort_by_expert
+
+EXPERTS, WIDTH, OUT = 6, 24, 20
+ROWS_OF_TOKENS = [2, -1, 0, 2, 2, -1, 1, 0, 0, 2, 3]
+"""Table row of each token; −1 is the base model."""
+
+
+def batch_of(rows):
+    order = sorted(range(len(rows)), key=lambda t: (rows[t] < 0, -rows[t], -t))
+    segments = []
+    for i, token in enumerate(order):
+        if rows[token] < 0:
+            continue
+        if segments and segments[-1][0] == rows[token] and segments[-1][2] - segments[-1][1] < 2:
+            segments[-1][2] = i + 1
+        else:
+            segments.append([rows[token], i, i + 1])
+    empty = torch.empty(0, dtype=torch.int32)
+    return LoRABatchInfo(
+        empty, empty, empty, empty, empty, empty, torch.tensor(order), empty, 0, tuple(map(tuple, segments))
+    )
+
+
+@pytest.fixture
+def normal():
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator)
+
+
+def test_dense(normal):
+    slices = (12, 4, 8)
+    table = LoRAWeights(
+        slices,
+        [
+            tuple(LowRank(normal(3, WIDTH), normal(n, 3), 0.5) for n in slices),
+            None,
+            (None, LowRank(normal(1, WIDTH), normal(4, 1), 2.0), None),
+            (LowRank(normal(16, WIDTH), normal(12, 16), 1.5), None, None),
+        ],
+    )
+    x, base = normal(len(ROWS_OF_TOKENS), WIDTH), normal(len(ROWS_OF_TOKENS), 24)
+    y = base.clone()
+    lora_add_(y, x, table, batch_of(ROWS_OF_TOKENS))
+    for t, row in enumerate(ROWS_OF_TOKENS):
+        parts = table.rows[row] if row >= 0 else None
+        expected = base[t].clone()
+        for first, delta in zip((0, 12, 16), parts or (), strict=False):
+            if delta is not None:
+                expected[first : first + len(delta.b_NR)] += delta.scale * (delta.b_NR @ (delta.a_RD @ x[t]))
+        torch.testing.assert_close(y[t], expected)
+        if parts is None:
+            assert torch.equal(y[t], base[t])
+
+
+def expert_table(normal):
+    def low_rank(rank, a_experts, b_experts, scale):
+        return ExpertLowRank(normal(a_experts, rank, WIDTH), normal(b_experts, OUT, rank), scale)
+
+    return ExpertLoRAWeights(
+        [
+            ExpertDeltas(low_rank(3, EXPERTS, EXPERTS, 0.5), low_rank(5, 1, EXPERTS, 1.5), None),
+            ExpertDeltas(None, None, low_rank(2, EXPERTS, 1, 2.0)),
+            ExpertDeltas(low_rank(1, 1, EXPERTS, 0.25), low_rank(4, EXPERTS, EXPERTS, 1.0), low_rank(8, 1, 1, 1.0)),
+            None,
+        ]
+    )
+
+
+@pytest.mark.parametrize("op", [experts.virtual_experts_add_, experts.per_adapter_add_])
+@pytest.mark.parametrize("projection", ["gate", "up", "down"])
+@pytest.mark.parametrize("gather_bytes", [1, 5000, 1 << 28])
+def test_experts(normal, monkeypatch, op, projection, gather_bytes):
+    monkeypatch.setattr(experts, "GATHER_BYTES", gather_bytes)
+    table = expert_table(normal)
+    tokens = len(ROWS_OF_TOKENS)
+    ids_TK = torch.stack(
+        [torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(t))[:3] for t in range(tokens)]
+    )
+    position_TK = sort_by_expert(ids_TK, EXPERTS).position_TK
+    x, wide = normal(tokens * 3, WIDTH), normal(tokens * 3, 2 * OUT)
+    y = wide.clone()
+    op(y[:, OUT:], x, position_TK, ids_TK, table, projection, batch_of(ROWS_OF_TOKENS))
+    assert torch.equal(y[:, :OUT], wide[:, :OUT])
+    for t, row in enumerate(ROWS_OF_TOKENS):
+        deltas = table.rows[row] if row >= 0 else None
+        delta = getattr(deltas, projection) if deltas else None
+        for k, expert in enumerate(ids_TK[t].tolist()):
+            m = position_TK[t, k]
+            if delta is None:
+                assert torch.equal(y[m], wide[m])
+                continue
+            a = delta.a_ERD[expert % len(delta.a_ERD)]
+            b = delta.b_ENR[expert % len(delta.b_ENR)]
+            torch.testing.assert_close(y[m, OUT:], wide[m, OUT:] + delta.scale * (b @ (a @ x[m])))
