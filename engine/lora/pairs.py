@@ -46,7 +46,7 @@ class Names:
 
 
 def match_names(entries: Mapping[str, Entry], sites: Mapping[str, SiteShape], *, strict: bool) -> Names:
-    """Finds the modules. A tensor without a place (strict), without a partner or for a place taken is an AdapterError."""
+    """Finds the modules. A tensor without place (strict), without partner, or for a taken place is an AdapterError."""
     factors: dict[str, dict[str, str]] = {}
     ignored, notes = [], []
     for name, entry in entries.items():

@@ -97,7 +97,7 @@ def test_fused_experts_of_both_eras(t1: Path, tmp_path: Path, rank: int, exchang
 @pytest.mark.parametrize("targets", [["mlp.experts.{}"], ["experts.{}"], None, ["mlp.gate.weight", "experts.{}"]])
 @pytest.mark.parametrize("parameter", ["gate_up_proj", "down_proj"])
 def test_one_fused_parameter(tmp_path: Path, parameter: str, targets: list[str] | None, exchanged: bool) -> None:
-    """A single target is saved under `experts.lora_*`, the name that otherwise means down; shapes outweigh the version."""
+    """A single target is saved under `experts.lora_*`, the name that means down otherwise; shapes decide."""
     model = make_t1(moe_intermediate_size=24)
     factors = make_factors(model, EXPERTS if parameter == "gate_up_proj" else EXPERTS[2:], r=3, seed=4, layers=[1])
     if parameter == "gate_up_proj":
