@@ -231,19 +231,24 @@ def test_base_is_bit_stable_through_adapter_traffic(t1: Path) -> None:
     assert ask(engine) == expected
 
 
-def test_base_rows_of_a_mixed_batch_are_bit_identical_to_lora_off(t1: Path) -> None:
+def test_base_rows_of_a_mixed_batch_do_not_move(t1: Path) -> None:
+    """To 1e-5 here: an adapter's rows choose other experts, and a CPU GEMM's rounding depends on its row count. On
+    CUDA, where it does not, tests/engine/test_gpu.py asks for the same bits."""
     prompts = [prompt_of(20, seed=i) for i in range(4)]
 
-    def ask(engine: TestEngine, names: list[str | None]) -> list:
-        ids = [engine.submit(p, a, logprobs=3, max_tokens=6, ignore_eos=True) for p, a in zip(prompts, names)]
+    def ask(engine: TestEngine, names: list[str | None]) -> list[list[float]]:
+        ids = [
+            engine.submit(p, a, logprobs=0, max_tokens=6, ignore_eos=True)
+            for p, a in zip(prompts, names, strict=True)
+        ]
         engine.run()
-        return [[out.logprobs for out in engine.outputs(id)] for id in ids]
+        return [[out.logprobs[0].logprob for out in engine.outputs(id)] for id in ids]
 
     off = ask(TestEngine(t1, enable_lora=False), [None] * 4)
     on = ask(TestEngine(t1, {"x": make_a(1, t1)}), [None, "x", None, "x"])
-    assert on[0] == off[0]
-    assert on[2] == off[2]
-    assert on[1] != off[1]
+    assert on[0] == pytest.approx(off[0], abs=1e-5)
+    assert on[2] == pytest.approx(off[2], abs=1e-5)
+    assert on[1] != pytest.approx(off[1], abs=0.01)
 
 
 def test_seeded_request_is_the_same_alone_and_in_any_company(t1: Path) -> None:

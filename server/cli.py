@@ -1,0 +1,52 @@
+"""The `loraplex` command. Heavy imports wait until something is served, so that help and errors are instant."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+HELP = """\
+usage: loraplex serve MODEL_DIR [flags]   serve a model and its LoRA adapters over the OpenAI HTTP API
+       loraplex serve --help              all flags, grouped, with their defaults
+       loraplex --version                 version
+       loraplex help                      this text
+"""
+COMMANDS = ("serve", "help", "-h", "--help", "--version")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0 done, 1 the server failed, 2 the command line was wrong."""
+    argv = sys.argv[1:] if argv is None else argv
+    command, rest = (argv[0], argv[1:]) if argv else ("", [])
+    match command:
+        case "serve":
+            return _serve(rest)
+        case "help" | "-h" | "--help":
+            print(HELP, end="")
+            return 0
+        case "--version":
+            from loraplex.server.version import version
+
+            print(f"loraplex {version()}")
+            return 0
+    problem = f"there is no command {command!r}" if command else "a command is missing"
+    print(f"{HELP}loraplex: error: {problem}", file=sys.stderr)
+    return 2
+
+
+def _serve(argv: Sequence[str]) -> int:
+    from loraplex.server.flags import FlagError, parse
+
+    try:
+        config = parse(argv)
+    except FlagError as error:
+        print(f"loraplex serve: error: {error}", file=sys.stderr)
+        return 2
+
+    from loraplex.server.serve import StartError, serve
+
+    try:
+        return asyncio.run(serve(config))
+    except StartError as error:
+        *before, last = str(error).strip().splitlines()
+        print(*before, f"loraplex: error: {last}", sep="\n", file=sys.stderr)
+        return 1

@@ -1,0 +1,84 @@
+"""What is installed is what is in the tree, and nothing more."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CODE = ("server", "engine", "kernels")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def packages_in_tree(root: Path) -> set[str]:
+    """Every folder of code that holds a module; `configs` is data around one package."""
+    folders = {path.parent for part in CODE for path in (root / part).rglob("*.py")}
+    roots = {f"loraplex.{part}" for part in (*CODE, "configs")}
+    return roots | {"loraplex." + ".".join(folder.relative_to(root).parts) for folder in folders}
+
+
+def test_every_folder_of_code_is_a_listed_package() -> None:
+    listed = PROJECT["tool"]["setuptools"]["packages"]
+    assert set(listed) == packages_in_tree(ROOT)
+    assert len(listed) == len(set(listed))
+
+
+def test_a_forgotten_folder_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "engine" / "new").mkdir(parents=True)
+    (tmp_path / "engine" / "new" / "module.py").touch()
+    assert "loraplex.engine.new" in packages_in_tree(tmp_path)
+
+
+def test_no_root_folder_is_a_package_of_its_own() -> None:
+    """A top-level `kernels` package would shadow the one that transformers imports from PyPI."""
+    assert [part for part in CODE if (ROOT / part / "__init__.py").exists()] == []
+    assert (ROOT / "configs" / "__init__.py").exists()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names in a wheel built from a copy of the tree with a stand-in for the demo's weights."""
+    copy = tmp_path_factory.mktemp("source")
+    for part in (*CODE, "configs"):
+        ignore = shutil.ignore_patterns("__pycache__", "demo")
+        shutil.copytree(ROOT / part, copy / part, ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    (copy / "configs" / "demo" / "base").mkdir(parents=True)
+    (copy / "configs" / "demo" / "base" / "model.safetensors").write_bytes(b"weights")
+    (copy / "configs" / "demo" / "train.py").touch()
+    out = copy / "out"
+    script = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
+    subprocess.run([sys.executable, "-c", script], cwd=copy, check=True, capture_output=True, timeout=120)
+    [path] = out.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        return set(archive.namelist())
+
+
+def test_the_wheel_holds_all_code_and_no_weights(wheel: set[str]) -> None:
+    modules = {f"loraplex/{path.relative_to(ROOT)}" for part in CODE for path in (ROOT / part).rglob("*.py")}
+    assert modules <= wheel
+    assert {f"loraplex/{part}/py.typed" for part in (*CODE, "configs")} <= wheel
+    assert "loraplex/configs/serve/demo.yaml" in wheel
+    assert {name for name in wheel if "/demo/" in name or name.endswith(".safetensors")} == set()
+    assert {name.partition("/")[0] for name in wheel} == {
+        "loraplex",
+        f"loraplex-{PROJECT['project']['version']}.dist-info",
+    }
+
+
+def test_the_wheel_holds_the_licence(wheel: set[str]) -> None:
+    assert any(name.endswith("licenses/LICENSE") for name in wheel)
+
+
+def test_presets_are_valid() -> None:
+    from loraplex.server.flags import parse
+
+    presets = sorted((ROOT / "configs" / "serve").glob("*.yaml"))
+    assert presets
+    for preset in presets:
+        assert parse(["--config", str(preset)], {}).model.served_names == ("demo",)
