@@ -30,7 +30,7 @@ class SiteShape(Protocol):
 
 @dataclass(frozen=True)
 class SiteDelta:
-    """W += scale · b @ a at one site, whole (not cut by rank). r is the tensors' own, experts may be zero-padded to it."""
+    """W += scale · b @ a at one site of the whole model (not split over ranks)."""
 
     a: torch.Tensor
     """Dense [r, in]; experts [E or 1, r, in], where 1 is shared by all experts. Stored dtype (fp32, fp16, bf16)."""

@@ -28,16 +28,41 @@ _REFUSED_WHEN_SET = {
     "arrow_config": "Arrow routing between adapters is not supported",
     "monteclora_config": "MonteCLoRA is not supported",
 }
-_WITHOUT_EFFECT = frozenset(
-    "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules fan_in_fan_out "
-    "inference_mode layers_pattern layers_to_transform loftq_config lora_dropout lora_ga_config megatron_core "
-    "qalora_group_size revision runtime_config target_modules task_type velora_config".split()
-)
+_WITHOUT_EFFECT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "velora_config",
+}
 """Fields about training or about which tensors exist: the tensors in the file decide that."""
-_READ = frozenset(
-    "peft_type peft_version r lora_alpha use_rslora rank_pattern alpha_pattern target_parameters bias "
-    "init_lora_weights".split()
-)
+_READ = {
+    "peft_type",
+    "peft_version",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+    "bias",
+    "init_lora_weights",
+}
 
 
 @dataclass(frozen=True)
@@ -75,9 +100,7 @@ def parse_config(text: bytes) -> AdapterConfig:
     _refuse_unsupported(fields)
     return AdapterConfig(
         r=_rank("r", fields.get("r")),
-        lora_alpha=_DEFAULT_ALPHA
-        if fields.get("lora_alpha") is None
-        else _alpha("lora_alpha", fields["lora_alpha"]),
+        lora_alpha=_DEFAULT_ALPHA if fields.get("lora_alpha") is None else _alpha("lora_alpha", fields["lora_alpha"]),
         use_rslora=_flag(fields, "use_rslora"),
         rank_pattern=_patterns(fields, "rank_pattern", _rank),
         alpha_pattern=_patterns(fields, "alpha_pattern", _alpha),
@@ -107,9 +130,7 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
     if (peft_type := fields.get("peft_type", "LORA")) != "LORA":
         raise AdapterError(f"peft_type is {_show(peft_type)}: only LORA adapters can be served")
     if (bias := fields.get("bias") or "none") != "none":
-        raise AdapterError(
-            f"bias is {_show(bias)}: adapters with trained biases are not supported, only 'none'"
-        )
+        raise AdapterError(f"bias is {_show(bias)}: adapters with trained biases are not supported, only 'none'")
     for field, reason in _REFUSED_WHEN_SET.items():
         if _is_set(fields.get(field)):
             raise AdapterError(f"{field} is set: {reason}")
@@ -126,12 +147,9 @@ def _unknown_fields(fields: dict[str, Any]) -> tuple[str, ...]:
     unknown = {k: v for k, v in fields.items() if k not in _WITHOUT_EFFECT | _READ | _REFUSED_WHEN_SET.keys()}
     for field, value in unknown.items():
         if _is_set(value) and (field.startswith("use_") or field.endswith("_config")):
-            raise AdapterError(
-                f"{_show(field)} is set: this field is not known here and may change the computation"
-            )
+            raise AdapterError(f"{_show(field)} is set: this field is not known here and may change the computation")
     return tuple(
-        f"field {_show(field)} of {CONFIG_FILE} is not known and was ignored"
-        for field in sorted(unknown)[:20]
+        f"field {_show(field)} of {CONFIG_FILE} is not known and was ignored" for field in sorted(unknown)[:20]
     )
 
 

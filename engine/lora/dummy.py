@@ -41,11 +41,7 @@ def dummy_adapter(
     shapes = {path: _shapes(site, rank) for path, site in chosen.items()}
     largest = max(torch.Size(shape).numel() for pair in shapes.values() for shape in pair)
     generator = torch.Generator().manual_seed(seed)
-    buffer = (
-        torch.empty(2 * largest + _ALIGN, dtype=torch.float32)
-        .normal_(std=_STD, generator=generator)
-        .to(dtype)
-    )
+    buffer = torch.empty(2 * largest + _ALIGN, dtype=torch.float32).normal_(std=_STD, generator=generator).to(dtype)
     offsets = random.Random(seed)
 
     def window(shape: tuple[int, ...]) -> torch.Tensor:

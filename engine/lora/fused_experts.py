@@ -13,7 +13,7 @@ Example, E = 2, r = 2: lora_A rows are e0j0 e0j1 e1j0 e1j1; lora_B columns are j
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -21,6 +21,7 @@ from loraplex.engine.lora.adapter import SiteShape
 from loraplex.engine.lora.errors import AdapterError
 
 Parameter = Literal["gate_up_proj", "down_proj"]
+PARAMETERS: tuple[Parameter, ...] = get_args(Parameter)
 Role = Literal["natural", "exchanged"]
 _FIRST_NATURAL = (0, 19, 1)
 
@@ -75,9 +76,7 @@ def choose_role(fit: ParameterFit, decided: set[Role], peft_version: str | None,
     return "natural" if tuple(int(n or 0) for n in match.groups()) >= _FIRST_NATURAL else "exchanged"
 
 
-def unflatten(
-    a: torch.Tensor, b: torch.Tensor, num_experts: int, role: Role
-) -> tuple[torch.Tensor, torch.Tensor]:
+def unflatten(a: torch.Tensor, b: torch.Tensor, num_experts: int, role: Role) -> tuple[torch.Tensor, torch.Tensor]:
     """lora_A [E·r, ·], lora_B [·, r·E] → a_ERD [E, r, in], b_ENR [E, out, r]."""
     rank = a.shape[0] // num_experts
     first_ERa = a.view(num_experts, rank, -1)

@@ -11,8 +11,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from io import BufferedReader
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from loraplex.engine.lora.errors import AdapterError
 TENSOR_FILE = "adapter_model.safetensors"
 _MAX_HEADER = 100_000_000
 """Bytes; the format's own limit."""
+_MAX_NAME = 500  # error texts quote names
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ITEM_BYTES = {
     "F64": 8,
@@ -63,12 +64,10 @@ class TensorFile:
         """The tensor in its stored dtype. Raises AdapterError for types that are no float, and for NaN and Inf."""
         entry = self.entries[name]
         if entry.dtype not in _DTYPES:
-            raise AdapterError(
-                f"tensor {name!r} has type {entry.dtype}; only F32, F16, BF16 and F64 are supported"
-            )
+            raise AdapterError(f"tensor {name!r} has type {entry.dtype}; only F32, F16, BF16 and F64 are supported")
         data = torch.empty(entry.nbytes, dtype=torch.uint8)
         self._file.seek(entry.start)
-        if self._file.readinto(data.numpy()) != entry.nbytes:
+        if self._file.readinto(data.numpy().data) != entry.nbytes:
             raise AdapterError(f"{TENSOR_FILE} is truncated: tensor {name!r} is incomplete")
         tensor = data.view(_DTYPES[entry.dtype]).view(entry.shape)
         if tensor.dtype == torch.float64:
@@ -129,6 +128,8 @@ def _read_header(file: BufferedReader, size: int) -> tuple[dict[str, Any], int]:
         raise AdapterError(f"{TENSOR_FILE} has a damaged header") from None
     if not isinstance(header, dict):
         raise AdapterError(f"{TENSOR_FILE} has a damaged header")
+    if any(len(name) > _MAX_NAME for name in header):
+        raise AdapterError(f"{TENSOR_FILE} has a tensor name of more than {_MAX_NAME} characters")
     return header, 8 + length
 
 
@@ -149,7 +150,5 @@ def _entry(name: str, fields: Any, data_start: int, file_size: int) -> Entry:
     if data_start + end > file_size:
         raise AdapterError(f"{TENSOR_FILE} is truncated: tensor {name!r} ends after the end of the file")
     if end - start != math.prod(shape) * _ITEM_BYTES.get(dtype, 1):
-        raise AdapterError(
-            f"{TENSOR_FILE}: tensor {name!r} has {end - start} bytes, wrong for {dtype} {list(shape)}"
-        )
+        raise AdapterError(f"{TENSOR_FILE}: tensor {name!r} has {end - start} bytes, wrong for {dtype} {list(shape)}")
     return Entry(dtype, shape, data_start + start, end - start)

@@ -82,7 +82,5 @@ def refuse_known(name: str) -> None:
 def _all_sites(
     parent: str, names: tuple[str, ...], sites: Mapping[str, SiteShape], kind: str
 ) -> tuple[SiteShape, ...] | None:
-    found = tuple(
-        site for n in names if (site := sites.get(f"{parent}.{n}")) is not None and site.kind == kind
-    )
+    found = tuple(site for n in names if (site := sites.get(f"{parent}.{n}")) is not None and site.kind == kind)
     return found if names and len(found) == len(names) else None

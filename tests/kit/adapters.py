@@ -38,7 +38,7 @@ def make_adapter(
     kind: str = "A1",
     *,
     r: int = 4,
-    alpha: float = 8,
+    alpha: int = 8,
     seed: int = 1,
     std: float = 0.08,
     layers: Iterable[int] | None = None,
@@ -229,7 +229,7 @@ _PEFT_KINDS = {
 
 
 def _make_with_peft(
-    path: Path, model_dir: Path, r: int, alpha: float, seed: int, std: float, config: dict[str, Any]
+    path: Path, model_dir: Path, r: int, alpha: int, seed: int, std: float, config: dict[str, Any]
 ) -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -242,7 +242,7 @@ def _make_with_peft(
             for name, weight in model.named_parameters():
                 if "lora_" in name:
                     weight.normal_(std=std, generator=generator)
-        model.save_pretrained(path)
+        model.save_pretrained(str(path))
 
 
 def _listed(numbers: Iterable[int] | None) -> list[int] | None:

@@ -189,10 +189,11 @@ def _script_tokens(script: Piece, words: Sequence[str]) -> list[int]:
     return tokens
 
 
-def _chain_model(successors: Mapping[int, int], vocab_size: int, hidden_size: int) -> Qwen3MoeForCausalLM:
+def _chain_model(successors: Mapping[int, int], vocab_size: int, hidden_size: int) -> Any:
     """One-hot embeddings, layers that add nothing, and a head that maps each token to its successor."""
     assert vocab_size <= hidden_size, f"{vocab_size = } one-hot embeddings need {hidden_size = } to be as large"
-    config = Qwen3MoeConfig(
+    config_class: Any = Qwen3MoeConfig  # its annotations lack head_dim
+    config = config_class(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         moe_intermediate_size=8,

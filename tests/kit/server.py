@@ -93,7 +93,7 @@ def assert_idle(url: str, within: float = 5.0) -> dict[str, Any]:
             break
         time.sleep(0.05)
     assert idle, f"not idle: {now}"
-    assert now["free"] + now["cached"] == now.get("total", now["free"] + now["cached"]), f"pages lost: {now}"
+    assert now["free"] + now["cached"] == now["total"], f"pages lost: {now}"
     return now
 
 

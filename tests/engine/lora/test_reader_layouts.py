@@ -47,9 +47,8 @@ def test_a_recipe(t1: Path, number: int) -> None:
     adapter = load(t1, folder)
     assert_deltas_equal(merged_deltas(adapter.sites), weight_deltas(folder, **moe_sizes(t1)))
     assert adapter.layout == "dense + fused experts"
-    assert adapter.modules == {
-        m: 3 for m in ("q_proj", "v_proj", "o_proj", *(f"experts.{p}_proj" for p in ("gate", "up", "down")))
-    }
+    experts = [f"experts.{p}_proj" for p in ("gate", "up", "down")]
+    assert adapter.modules == dict.fromkeys(["q_proj", "v_proj", "o_proj", *experts], 3)
     assert adapter.ignored == ()
 
 
@@ -95,10 +94,10 @@ def test_fused_experts_of_both_eras(t1: Path, tmp_path: Path, rank: int, exchang
 
 
 @pytest.mark.parametrize("exchanged", [False, True])
-@pytest.mark.parametrize("targets", [["mlp.experts.{}"], ["experts.{}"], None, ["mlp.gate.weight", "mlp.experts.{}"]])
+@pytest.mark.parametrize("targets", [["mlp.experts.{}"], ["experts.{}"], None, ["mlp.gate.weight", "experts.{}"]])
 @pytest.mark.parametrize("parameter", ["gate_up_proj", "down_proj"])
 def test_one_fused_parameter(tmp_path: Path, parameter: str, targets: list[str] | None, exchanged: bool) -> None:
-    """A single target is saved under `experts.lora_*`, the name that otherwise means down. Shapes outweigh the PEFT version."""
+    """A single target is saved under `experts.lora_*`, the name that means down otherwise; shapes decide."""
     model = make_t1(moe_intermediate_size=24)
     factors = make_factors(model, EXPERTS if parameter == "gate_up_proj" else EXPERTS[2:], r=3, seed=4, layers=[1])
     if parameter == "gate_up_proj":
@@ -349,3 +348,10 @@ def test_unsloth_is_noted_for_fused_experts_only(t1: Path, tmp_path: Path) -> No
         assert any("Unsloth" in note for note in load(t1, folder).notes)
     assert load(t1, write_adapter(tmp_path / "c", plain, metadata={"creator": "Unsloth"})).notes == ()
     assert load(t1, write_adapter(tmp_path / "d", fused, r=8, rank_pattern={"down_proj": 4})).notes == ()
+
+
+def test_an_adapter_that_does_nothing_is_noted(t1: Path, tmp_path: Path) -> None:
+    factors = make_factors(t1, ["self_attn.q_proj"], r=4, seed=9)
+    untrained = {path: (a, torch.zeros_like(b)) for path, (a, b) in factors.items()}
+    adapter = load(t1, write_adapter(tmp_path, per_expert_tensors(untrained)))
+    assert "changes nothing" in adapter.notes[0]

@@ -1,0 +1,224 @@
+"""From the header of an adapter's file to its (A, B) pairs: names matched with the model's sites, shapes checked."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from loraplex.engine.lora.adapter import SiteShape
+from loraplex.engine.lora.adapter_config import CONFIG_FILE, AdapterConfig
+from loraplex.engine.lora.errors import AdapterError
+from loraplex.engine.lora.fused_experts import PARAMETERS, ParameterFit, Role, choose_role, fit_shapes
+from loraplex.engine.lora.tensor_file import TENSOR_FILE, Entry
+from loraplex.engine.lora.tensor_names import Place, find_place, is_head_copy, refuse_known, split_name
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The A and B of one module in the file, and where they belong."""
+
+    module: str
+    """As PEFT's patterns see it; a fused parameter's ends in its name."""
+    a: str
+    b: str
+    """Tensor names."""
+    place: Place
+    sites: tuple[SiteShape, ...]
+    """The site, or several that share A and split the rows of B in this order."""
+    rank: int
+    scale: float
+    role: Role = "natural"
+
+    @property
+    def layout(self) -> str:
+        if self.place.form == "parameter":
+            return "fused experts" if self.role == "natural" else "fused experts (exchanged)"
+        return {"dense": "dense", "expert": "per-expert"}[self.place.form]
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the tensor names say."""
+
+    modules: dict[str, tuple[str, str]]
+    """Module → names of its A and B."""
+    ignored: list[str]
+    """Tensors that have no place in the model."""
+    notes: list[str]
+
+
+def match_names(entries: Mapping[str, Entry], sites: Mapping[str, SiteShape], *, strict: bool) -> Names:
+    """Finds the modules. A tensor without place (strict), without partner, or for a taken place is an AdapterError."""
+    factors: dict[str, dict[str, str]] = {}
+    ignored, notes = [], []
+    for name, entry in entries.items():
+        if is_head_copy(name) and (head := sites.get("lm_head")) is not None:
+            _check_head_copy(name, entry, head)
+            notes.append(f"tensor {name!r} is the base model's own head, saved by PEFT; it is not used")
+            continue
+        refuse_known(name)
+        parsed = split_name(name)
+        if parsed is None or find_place(parsed[0], sites) is None:
+            ignored.append(name)
+            continue
+        module, factor = parsed
+        if other := factors.setdefault(module, {}).get(factor):
+            raise AdapterError(f"tensors {other!r} and {name!r} are for the same place")
+        factors[module][factor] = name
+    if not factors:
+        first = f" (first: {ignored[0]!r})" if ignored else ""
+        raise AdapterError(f"no tensor of {TENSOR_FILE} has a place in this model{first}: was it made for another one?")
+    if ignored and strict:
+        more = f" (and {len(ignored) - 1} more)" if len(ignored) > 1 else ""
+        raise AdapterError(
+            f"tensor {ignored[0]!r}{more} has no place in this model; --no-lora-strict-loading ignores such tensors"
+        )
+    return Names({module: _both(found) for module, found in factors.items()}, ignored, notes)
+
+
+def make_pairs(
+    modules: Mapping[str, tuple[str, str]],
+    entries: Mapping[str, Entry],
+    sites: Mapping[str, SiteShape],
+    config: AdapterConfig,
+    max_rank: int,
+) -> list[Pair]:
+    """Checks every shape against the sites. Raises AdapterError naming the tensor."""
+    shapes = _Shapes(entries)
+    places = {module: find_place(module, sites) for module in modules}
+    fused = _FusedPairs(modules, {m: p for m, p in places.items() if p and p.form == "parameter"}, shapes, config)
+    pairs = []
+    for module, place in places.items():
+        assert place is not None, f"{module = } was matched before"
+        a, b = modules[module]
+        if place.form == "parameter":
+            pair = fused.pair(module)
+        else:
+            rank = shapes.rank(a, b, place.sites)
+            pair = Pair(module, a, b, place, place.sites, rank, config.scale(module, rank))
+        if pair.rank > max_rank:
+            raise AdapterError(f"tensor {a!r} has rank {pair.rank}, above the limit of {max_rank} (--max-lora-rank)")
+        pairs.append(pair)
+    _refuse_overlap(pairs)
+    return pairs
+
+
+def rank_notes(pairs: Iterable[Pair], config: AdapterConfig) -> list[str]:
+    """A remark when the config states other ranks than the tensors have."""
+    different = [(p, stated) for p in pairs if (stated := config.rank(p.module)) != p.rank]
+    if not different:
+        return []
+    pair, stated = different[0]
+    return [
+        f"{len(different)} modules have another rank than {CONFIG_FILE} states (first: {pair.module!r} has "
+        f"{pair.rank}, stated {stated}); the tensors' rank is used"
+    ]
+
+
+def _both(found: Mapping[str, str]) -> tuple[str, str]:
+    if len(found) == 1:
+        ((factor, name),) = found.items()
+        raise AdapterError(f"tensor {name!r} has no lora_{'B' if factor == 'A' else 'A'} beside it")
+    return found["A"], found["B"]
+
+
+def _check_head_copy(name: str, entry: Entry, head: SiteShape) -> None:
+    expected = (head.out_features, head.in_features)
+    if entry.shape != expected:
+        raise AdapterError(
+            f"tensor {name!r} is {list(entry.shape)} but the model's head is {list(expected)}: adapters that change "
+            "the vocabulary are not supported"
+        )
+
+
+def _refuse_overlap(pairs: list[Pair]) -> None:
+    owners: dict[tuple[str, int], Pair] = {}
+    for pair in pairs:
+        for site in pair.sites:
+            for expert in [pair.place.expert] if pair.place.form == "expert" else range(site.num_experts or 1):
+                other = owners.setdefault((site.path, expert), pair)
+                if other is not pair:
+                    raise AdapterError(f"tensors {other.a!r} and {pair.a!r} both adapt {site.path!r}")
+
+
+class _Shapes:
+    """Shapes of the file's matrices."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = entries
+
+    def matrix(self, name: str) -> tuple[int, int]:
+        shape = self._entries[name].shape
+        if len(shape) != 2:
+            raise AdapterError(f"tensor {name!r} is {list(shape)}; a matrix was expected")
+        return shape[0], shape[1]
+
+    def rank(self, a: str, b: str, sites: tuple[SiteShape, ...]) -> int:
+        """r of A [r, in] and B [out, r] that fit the sites."""
+        a_shape, b_shape = self.matrix(a), self.matrix(b)
+        d_in, d_out = sites[0].in_features, sum(s.out_features for s in sites)
+        rank = a_shape[0]
+        if a_shape[1] != d_in or rank == 0:
+            raise AdapterError(f"tensor {a!r} is {list(a_shape)} but this model needs [rank, {d_in}]")
+        if b_shape != (d_out, rank):
+            raise AdapterError(f"tensor {b!r} is {list(b_shape)} but this model and its lora_A need [{d_out}, {rank}]")
+        return rank
+
+    def flattened_rank(self, a: str, b: str, num_experts: int) -> int:
+        """r of A [E·r, ·] and B [·, r·E]."""
+        rows, columns = self.matrix(a)[0], self.matrix(b)[1]
+        if rows == 0 or rows % num_experts:
+            raise AdapterError(f"tensor {a!r} has {rows} rows, not a multiple of the model's {num_experts} experts")
+        if columns != rows:
+            raise AdapterError(f"tensor {b!r} has {columns} columns but its lora_A has {rows} rows")
+        return rows // num_experts
+
+
+class _FusedPairs:
+    """The adapter's fused expert parameters, which must be looked at together to be told apart."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, tuple[str, str]],
+        places: Mapping[str, Place],
+        shapes: _Shapes,
+        config: AdapterConfig,
+    ) -> None:
+        self._modules = modules
+        self._places = places
+        self._shapes = shapes
+        self._config = config
+        fits = [fit for module in places for fit in self._fits(module)]
+        self._decided: set[Role] = {role for fit in fits if len(fit.roles) == 1 for role in fit.roles}
+        """One PEFT wrote all of the adapter: what is certain by shape anywhere holds for square parameters too."""
+
+    def pair(self, module: str) -> Pair:
+        (a, b), place = self._modules[module], self._places[module]
+        fit = self._choose_fit(module)
+        rank = self._shapes.flattened_rank(a, b, place.sites[0].num_experts)
+        role = choose_role(fit, self._decided, self._config.peft_version, a)
+        parameter = f"{module.removesuffix('.base_layer')}.{fit.parameter}"
+        return Pair(parameter, a, b, place, fit.sites, rank, self._config.scale(parameter, rank), role)
+
+    def _fits(self, module: str) -> list[ParameterFit]:
+        a, b = self._modules[module]
+        return fit_shapes(self._places[module].sites, self._shapes.matrix(a)[1], self._shapes.matrix(b)[0])
+
+    def _choose_fit(self, module: str) -> ParameterFit:
+        """Which parameter a pair is for: its name says so when both are adapted, else target_parameters and shapes."""
+        allowed, why = self._named(module)
+        matching = [fit for fit in self._fits(module) if fit.parameter in allowed]
+        if len(matching) != 1:
+            a, b = self._modules[module]
+            wanted = " or ".join(sorted(allowed, reverse=True))
+            raise AdapterError(
+                f"tensors {a!r} {list(self._shapes.matrix(a))} and lora_B {list(self._shapes.matrix(b))} do not fit "
+                f"the experts' {wanted} of this model ({why})"
+            )
+        return matching[0]
+
+    def _named(self, module: str) -> tuple[set[str], str]:
+        if self._places[module].is_base_layer:
+            return {"gate_up_proj"}, "chosen by the tensors' names"
+        if f"{module}.base_layer" in self._places:
+            return {"down_proj"}, "chosen by the tensors' names"
+        targets = {target.rpartition(".")[2] for target in self._config.target_parameters} & set(PARAMETERS)
+        return (targets, "chosen by target_parameters") if targets else (set(PARAMETERS), "neither fits")
