@@ -120,9 +120,7 @@ def test_commands() -> None:
 def test_unknown_command_and_flag_are_one_line_and_status_2(model_dir: Path) -> None:
     result = loraplex(str(model_dir), "--prot", "1")
     assert result.returncode == 2
-    assert result.stderr == (
-        "loraplex serve: error: the command line: --prot is unknown; did you mean --port?\n"
-    )
+    assert result.stderr == ("loraplex serve: error: the command line: --prot is unknown; did you mean --port?\n")
 
 
 @pytest.mark.parametrize(
@@ -136,9 +134,7 @@ def test_unknown_command_and_flag_are_one_line_and_status_2(model_dir: Path) -> 
         ("root", "--adapter-root: nowhere does not exist"),
     ],
 )
-def test_files_are_checked_before_anything_starts(
-    model_dir: Path, tmp_path: Path, broken: str, words: str
-) -> None:
+def test_files_are_checked_before_anything_starts(model_dir: Path, tmp_path: Path, broken: str, words: str) -> None:
     argv = {
         "missing": ["nowhere"],
         "file": [str(model_dir / "config.json")],
@@ -173,9 +169,7 @@ def test_start_failure_of_the_engine_is_the_last_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_ends_open_requests_and_the_server_with_status_0(
-    server: Server, number: signal.Signals
-) -> None:
+def test_signal_ends_open_requests_and_the_server_with_status_0(server: Server, number: signal.Signals) -> None:
     url = server.url()
     assert any("weights" in line and "3.0 MiB" in line for line in server.log)
     children = server.children()

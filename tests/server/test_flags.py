@@ -100,9 +100,7 @@ def test_lora_paths_in_every_form(tmp_path: Path) -> None:
     items = ["a=/x", sglang, vllm, "/w", "d=dummy:rank=16,seed=3"]
     assert config("m", "--lora-paths", *items).lora.adapters == expected
     assert config("m", env={"LORAPLEX_LORA_PATHS": json.dumps(items)}).lora.adapters == expected
-    assert (
-        config("m", env={"LORAPLEX_LORA_PATHS": "a=/x 'b=/with space'"}).lora.adapters[1][1] == "/with space"
-    )
+    assert config("m", env={"LORAPLEX_LORA_PATHS": "a=/x 'b=/with space'"}).lora.adapters[1][1] == "/with space"
     lines = f"- a=/x\n- {sglang}\n- name: c\n  path: /z\n- /w\n- d=dummy:rank=16,seed=3\n"
     file = yaml_file(tmp_path, "lora_paths:\n" + lines)
     found = config("m", "--config", file)
