@@ -238,8 +238,7 @@ def test_base_rows_of_a_mixed_batch_do_not_move(t1: Path) -> None:
 
     def ask(engine: TestEngine, names: list[str | None]) -> list[list[float]]:
         ids = [
-            engine.submit(p, a, logprobs=0, max_tokens=6, ignore_eos=True)
-            for p, a in zip(prompts, names, strict=True)
+            engine.submit(p, a, logprobs=0, max_tokens=6, ignore_eos=True) for p, a in zip(prompts, names, strict=True)
         ]
         engine.run()
         return [[out.logprobs[0].logprob for out in engine.outputs(id)] for id in ids]

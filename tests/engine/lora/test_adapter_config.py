@@ -79,12 +79,7 @@ def test_pattern_matching(patterns: dict[str, float], module: str, expected: flo
 
 
 def test_many_plain_patterns_are_fast() -> None:
-    names = [
-        f"model.layers.{i}.mlp.experts.{e}.{p}_proj"
-        for i in range(24)
-        for e in range(64)
-        for p in ("gate", "up")
-    ]
+    names = [f"model.layers.{i}.mlp.experts.{e}.{p}_proj" for i in range(24) for e in range(64) for p in ("gate", "up")]
     table = PatternTable("rank_pattern", {name: i for i, name in enumerate(names)})
     started = time.monotonic()
     assert [table.find(name) for name in names] == list(range(len(names)))

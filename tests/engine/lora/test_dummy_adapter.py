@@ -44,9 +44,7 @@ def test_a_large_geometry_is_small_in_memory() -> None:
     sites = {p: replace(shape, path=p) for p in (f"model.layers.{i}.mlp.experts.up_proj" for i in range(48))}
     adapter = dummy_adapter(sites, 16)
     storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for d in adapter.sites.values()
-        for t in (d.a, d.b)
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for d in adapter.sites.values() for t in (d.a, d.b)
     }
     assert sum(storages.values()) < 20e6
     assert adapter.nbytes > 500e6

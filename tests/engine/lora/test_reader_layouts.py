@@ -95,18 +95,12 @@ def test_fused_experts_of_both_eras(t1: Path, tmp_path: Path, rank: int, exchang
 
 
 @pytest.mark.parametrize("exchanged", [False, True])
-@pytest.mark.parametrize(
-    "targets", [["mlp.experts.{}"], ["experts.{}"], None, ["mlp.gate.weight", "mlp.experts.{}"]]
-)
+@pytest.mark.parametrize("targets", [["mlp.experts.{}"], ["experts.{}"], None, ["mlp.gate.weight", "mlp.experts.{}"]])
 @pytest.mark.parametrize("parameter", ["gate_up_proj", "down_proj"])
-def test_one_fused_parameter(
-    tmp_path: Path, parameter: str, targets: list[str] | None, exchanged: bool
-) -> None:
+def test_one_fused_parameter(tmp_path: Path, parameter: str, targets: list[str] | None, exchanged: bool) -> None:
     """A single target is saved under `experts.lora_*`, the name that otherwise means down. Shapes outweigh the PEFT version."""
     model = make_t1(moe_intermediate_size=24)
-    factors = make_factors(
-        model, EXPERTS if parameter == "gate_up_proj" else EXPERTS[2:], r=3, seed=4, layers=[1]
-    )
+    factors = make_factors(model, EXPERTS if parameter == "gate_up_proj" else EXPERTS[2:], r=3, seed=4, layers=[1])
     if parameter == "gate_up_proj":
         del factors["model.layers.1.mlp.experts.down_proj"]
         a, b = block_gate_up(*factors.values())
@@ -187,9 +181,7 @@ def test_square_gate_up_alone(t1: Path, tmp_path: Path) -> None:
     """T1 has 2I == H."""
     factors = make_factors(t1, EXPERTS[:2], r=3, seed=5, layers=[1])
     tensors = fused_pair("model.layers.1.mlp.experts", *block_gate_up(*factors.values()), exchanged=True)
-    folder = write_adapter(
-        tmp_path, tensors, r=6, lora_alpha=6, peft_version="0.18.1", target_parameters=BOTH[:1]
-    )
+    folder = write_adapter(tmp_path, tensors, r=6, lora_alpha=6, peft_version="0.18.1", target_parameters=BOTH[:1])
     assert_deltas_equal(merged_deltas(load(t1, folder).sites), from_factors(factors, 1.0))
 
 
@@ -243,9 +235,7 @@ PARTS = {
 }
 
 
-def fused_dense(
-    model: Path, module: str, *, extra_rows: int = 0
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def fused_dense(model: Path, module: str, *, extra_rows: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Tensors of an adapter on a fused projection, and the ΔW of its parts by a split of the product."""
     shapes = site_shapes(model)
     rows = [shapes[p][0] for p in PARTS[module]]
@@ -337,9 +327,7 @@ def test_good_prefixes(t1: Path, tmp_path: Path, prefix: str) -> None:
 
 def test_patterns_match_names_without_the_prefix(t1: Path, tmp_path: Path) -> None:
     factors = make_factors(t1, ["self_attn.q_proj"], r=4, seed=9)
-    folder = write_adapter(
-        tmp_path, per_expert_tensors(factors), lora_alpha=1, alpha_pattern={"^model.*q_proj": 8}
-    )
+    folder = write_adapter(tmp_path, per_expert_tensors(factors), lora_alpha=1, alpha_pattern={"^model.*q_proj": 8})
     assert_deltas_equal(merged_deltas(load(t1, folder).sites), from_factors(factors, 2.0))
 
 

@@ -445,9 +445,7 @@ def test_digest_is_of_the_content(t1: Path, folder: Path, tmp_path: Path) -> Non
     assert len(digest) == 64
     copy = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
     (copy / "README.md").write_text("another file")
-    edit_config(
-        copy, base_model_name_or_path="x/y", inference_mode=False, target_modules=["v_proj", "q_proj"]
-    )
+    edit_config(copy, base_model_name_or_path="x/y", inference_mode=False, target_modules=["v_proj", "q_proj"])
     assert load(t1, copy).digest == digest
 
 
