@@ -73,7 +73,7 @@ class ModelRunner:
     # ---- memory
 
     def allocate_kv(self) -> int:
-        """Sizes and allocates the KV pool after weights and start-up adapters. All ranks get the same number of pages."""
+        """Sizes and allocates the KV pool, after weights and start-up adapters; all ranks get the same pages."""
         self._measure_activations()
         available = available_bytes(self.device, self.config.cache.mem_fraction_static)
         most = self.max_rows * self.context_length

@@ -126,7 +126,8 @@ class Sampler:
         some = [i for i, r in enumerate(rows) if _has_penalties(r.params)]
         if not some:
             return logits
-        assert self._prompt_seen is not None and self._output_counts is not None, "start_row was not called"
+        assert self._prompt_seen is not None, "start_row was not called"
+        assert self._output_counts is not None
         at, state = self._index(some), self._index([rows[i].row for i in some])
         logits[at] = sampling.apply_penalties(
             logits[at],

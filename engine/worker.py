@@ -22,8 +22,8 @@ from loraplex.engine.runner import ModelRunner
 def rank_main(config: Config, rank: int, connection: Connection, followers: list[Connection], rendezvous: str) -> None:
     """Runs one rank until the front (rank 0) or rank 0 (followers) closes the pipe.
 
-    `connection` leads to the front on rank 0, to rank 0 on followers; `followers` is empty on followers. What goes wrong
-    is told to the front as `Fatal`, and the process exits with 1.
+    `connection` leads to the front on rank 0, to rank 0 on followers; `followers` is empty on followers. What goes
+    wrong is told to the front as `Fatal`, and the process exits with 1.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides what it means
     logging.basicConfig(

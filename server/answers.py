@@ -89,9 +89,7 @@ class ChatFormat:
 
     def opening(self, num_choices: int) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
-        return [
-            {"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(num_choices)
-        ]
+        return [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(num_choices)]
 
     def chunk(self, piece: Piece) -> Json:
         return self._fields(piece, "delta", {"content": piece.text} if piece.text else {})

@@ -12,15 +12,14 @@ from loraplex.server.front import Front
 from loraplex.server.metrics import CountRequests, Metrics
 from loraplex.server.sampling import GenerationDefaults
 from loraplex.server.text import TextProcessor
+from loraplex.server.version import version
 
 
-def create_app(
-    engine: Engine, text: TextProcessor | None, config: Config, defaults: GenerationDefaults
-) -> FastAPI:
+def create_app(engine: Engine, text: TextProcessor | None, config: Config, defaults: GenerationDefaults) -> FastAPI:
     """`text` is None with --skip-tokenizer-init. The engine is ready; its life is not managed here."""
     model_name = (config.model.served_model_name or (config.model.model_path,))[0]
     front = Front(engine, text, config, defaults, Metrics(engine, model_name), created=int(time.time()))
-    app = FastAPI(title="loraplex", version=operations_api.version(), redirect_slashes=False)
+    app = FastAPI(title="loraplex", version=version(), redirect_slashes=False)
     health = operations_api.open_router(front)
     app.include_router(health)
     for api in (completions, models_api, tokens_api, adapters_api, operations_api):

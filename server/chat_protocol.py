@@ -54,9 +54,7 @@ class ToolCall(Wire):
 
 class Message(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        str | None, BeforeValidator(lambda value: None if value is None else _content(value))
-    ] = None
+    content: Annotated[str | None, BeforeValidator(lambda value: None if value is None else _content(value))] = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -74,9 +72,7 @@ class Message(Wire):
         return {"content": ""} | fields
 
 
-TEMPLATE_KWARGS = frozenset(
-    {"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "preserve_thinking"}
-)
+TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "preserve_thinking"})
 """What `chat_template_kwargs` may hold: switches that only a template reads."""
 
 

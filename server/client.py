@@ -48,6 +48,9 @@ log = logging.getLogger(__name__)
 PIPE_CLOSED_GRACE = 0.5
 """Seconds between the end of the pipe and of the process that held it, before the engine counts as dead anyway."""
 
+FIRST_RANK_GRACE = 2.0
+"""Seconds that rank 0 has to say what is wrong, when a follower failed to start: mostly both failed for one reason."""
+
 
 class EngineStartError(Exception):
     """The engine did not get ready. The text is for the operator; its last line names what is wrong."""
@@ -173,9 +176,14 @@ class EngineClient:
         self._ranks.kill()
 
     def _on_exit(self, rank: int) -> None:
-        if self._refusal is None:
-            self._on_readable()  # its last words
-            self._die(f"engine rank {rank} {self._ranks.exit_words(rank)}")
+        if self._refusal is not None:
+            return
+        self._on_readable()  # its last words
+        reason = f"engine rank {rank} {self._ranks.exit_words(rank)}"
+        if rank > 0 and not self._ready.done():
+            self._loop.call_later(FIRST_RANK_GRACE, self._die, reason)
+        else:
+            self._die(reason)
 
     def _die(self, reason: str) -> None:
         if self.dead.is_set() or self._ranks.conn.closed:

@@ -94,9 +94,7 @@ async def _chat(front: Front, request: Request, fields: ChatRequest) -> Response
         logprobs=fields.top_logprobs if fields.logprobs else None,
     )
     job = Job(prompt, _engine_request(front, fields, prompt, adapter, sampling))
-    form = ChatFormat(
-        fields.model, front.vocabulary, logprobs=fields.logprobs, token_ids=fields.return_token_ids
-    )
+    form = ChatFormat(fields.model, front.vocabulary, logprobs=fields.logprobs, token_ids=fields.return_token_ids)
     shape = _shape(fields, logprobs=fields.logprobs)
     return await _answer(request, fields, Generation(front, [job], shape, fields.n), form)
 

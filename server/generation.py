@@ -73,9 +73,7 @@ def _check(out: TokenOut) -> None:
     if out.finish_reason == "abort":
         raise UnavailableError("The server ended this request")
     if out.finish_reason == "error":
-        raise EngineError(
-            ErrorInfo(status=500, message="The engine failed this request", type="server_error")
-        )
+        raise EngineError(ErrorInfo(status=500, message="The engine failed this request", type="server_error"))
 
 
 class Generation:
@@ -86,9 +84,7 @@ class Generation:
         self._jobs = jobs
         self.n = n
         self.choices = [
-            Choice(i * n + j, job.prompt, shape, front.vocabulary)
-            for i, job in enumerate(jobs)
-            for j in range(n)
+            Choice(i * n + j, job.prompt, shape, front.vocabulary) for i, job in enumerate(jobs) for j in range(n)
         ]
         self._runs: list[_Run] = []
         self._started = time.monotonic()

@@ -21,9 +21,7 @@ class Metrics:
         self.requests = Counter(
             "loraplex:requests", "HTTP requests answered", ["endpoint", "status"], registry=registry
         )
-        self.prompt_tokens = Counter(
-            "loraplex:prompt_tokens", "Prompt tokens of answered requests", registry=registry
-        )
+        self.prompt_tokens = Counter("loraplex:prompt_tokens", "Prompt tokens of answered requests", registry=registry)
         self.cached_tokens = Counter(
             "loraplex:cached_tokens", "Prompt tokens taken from the prefix cache", registry=registry
         )
@@ -48,12 +46,8 @@ class Metrics:
         )
         self._beat_gauge("loraplex:num_running", "Sequences running", "num_running")
         self._beat_gauge("loraplex:num_waiting", "Sequences waiting", "num_waiting")
-        self._beat_gauge(
-            "loraplex:kv_used_tokens", "KV pool tokens held by running sequences", "kv_used_tokens"
-        )
-        self._beat_gauge(
-            "loraplex:kv_cached_tokens", "KV pool tokens kept as prefix cache", "kv_cached_tokens"
-        )
+        self._beat_gauge("loraplex:kv_used_tokens", "KV pool tokens held by running sequences", "kv_used_tokens")
+        self._beat_gauge("loraplex:kv_cached_tokens", "KV pool tokens kept as prefix cache", "kv_cached_tokens")
         self._beat_gauge("loraplex:preemptions", "Preemptions since start", "preemptions")
         self._beat_gauge("vllm:num_requests_running", "Sequences running", "num_running", model_name)
         self._beat_gauge("vllm:num_requests_waiting", "Sequences waiting", "num_waiting", model_name)

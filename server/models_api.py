@@ -27,13 +27,8 @@ def router(front: Front) -> APIRouter:
 
 def _cards(front: Front) -> dict[str, dict[str, Any]]:
     base = front.served_names[0]
-    bases = {
-        name: _card(front, name, root=front.config.model.model_path, parent=None)
-        for name in front.served_names
-    }
-    adapters = {
-        name: _card(front, name, root=info.path, parent=base) for name, info in front.engine.adapters.items()
-    }
+    bases = {name: _card(front, name, root=front.config.model.model_path, parent=None) for name in front.served_names}
+    adapters = {name: _card(front, name, root=info.path, parent=base) for name, info in front.engine.adapters.items()}
     return bases | adapters
 
 

@@ -1,6 +1,5 @@
 """What operators and orchestrators ask: /health, /ready, /ping, /metrics, /version, /debug/state."""
 
-import importlib.metadata
 import ipaddress
 import os
 
@@ -10,15 +9,9 @@ from starlette.responses import JSONResponse, Response
 
 from loraplex.server.errors import NotFoundError, UnavailableError
 from loraplex.server.front import Front
+from loraplex.server.version import version
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-
-
-def version() -> str:
-    try:
-        return importlib.metadata.version("loraplex")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+source"
 
 
 def open_router(front: Front) -> APIRouter:

@@ -42,9 +42,7 @@ async def prepare_chat(front: Front, fields: TemplateFields) -> Prompt:
     text = front.need_text("A chat", "messages")
     if text.surely_longer_than(front.max_length, "".join(m.content or "" for m in fields.messages)):
         limit = front.max_length
-        raise ContextTooLongError(
-            f"messages: far longer than the {limit} tokens this server holds", param="messages"
-        )
+        raise ContextTooLongError(f"messages: far longer than the {limit} tokens this server holds", param="messages")
     ids = await asyncio.to_thread(
         text.encode_chat,
         [message.for_template() for message in fields.messages],
@@ -52,7 +50,5 @@ async def prepare_chat(front: Front, fields: TemplateFields) -> Prompt:
         **fields.chat_template_kwargs,
     )
     if not ids:
-        raise InvalidRequestError(
-            "The chat template made an empty prompt of these messages", param="messages"
-        )
+        raise InvalidRequestError("The chat template made an empty prompt of these messages", param="messages")
     return Prompt(ids)

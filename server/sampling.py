@@ -45,9 +45,7 @@ class GenerationDefaults:
         except (ValueError, TypeError, AttributeError) as exc:
             raise ValueError(f"{path}: {exc} (--sampling-defaults openai does without this file)") from exc
         if not (0 <= found.temperature <= 2 and 0 < found.top_p <= 1 and found.top_k >= -1):
-            raise ValueError(
-                f"{path}: out of range: {found} (--sampling-defaults openai does without this file)"
-            )
+            raise ValueError(f"{path}: out of range: {found} (--sampling-defaults openai does without this file)")
         return found
 
 
@@ -78,9 +76,7 @@ def fit(budget: TokenBudget, prompt_tokens: int, info: Ready) -> int:
         return room if budget.default is None else min(budget.default, room)
     asked = 1 if budget.asked is None else budget.asked
     if asked > room:
-        message = (
-            f"{what} holds {limit} tokens, but the prompt has {prompt_tokens} and {asked} more were requested"
-        )
+        message = f"{what} holds {limit} tokens, but the prompt has {prompt_tokens} and {asked} more were requested"
         param = budget.prompt_in if room < 1 else budget.asked_in
         raise ContextTooLongError(message[0].upper() + message[1:], param=param)
     return asked

@@ -115,13 +115,9 @@ def load_front() -> AppBuilder:
     return build
 
 
-async def serve(
-    config: Config, *, target: RankMain = worker_main, load: Callable[[], AppBuilder] = load_front
-) -> int:
+async def serve(config: Config, *, target: RankMain = worker_main, load: Callable[[], AppBuilder] = load_front) -> int:
     """Serves until a signal or the engine's death; returns the exit status. Raises StartError before it serves."""
-    logging.basicConfig(
-        level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     check_files(config)
     stop = _Stop()
     with _bound_socket(config.server.host, config.server.port) as listener:
@@ -154,9 +150,7 @@ async def _start_engine(config: Config, target: RankMain, stop: _Stop) -> Engine
         raise StartError(str(error)) from None
 
 
-async def _serve_http(
-    app: Any, client: EngineClient, config: Config, listener: socket.socket, stop: _Stop
-) -> int:
+async def _serve_http(app: Any, client: EngineClient, config: Config, listener: socket.socket, stop: _Stop) -> int:
     debug = config.server.log_level == "debug"
     http = uvicorn.Config(
         app,

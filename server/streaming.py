@@ -34,9 +34,7 @@ async def whole(request: Request, generation: Generation, form: AnswerFormat) ->
     return Response(orjson.dumps(body | {"usage": generation.usage()}), media_type="application/json")
 
 
-async def stream(
-    request: Request, generation: Generation, form: AnswerFormat, *, include_usage: bool
-) -> Response:
+async def stream(request: Request, generation: Generation, form: AnswerFormat, *, include_usage: bool) -> Response:
     """The answer as events. Raises what comes before the first output as `whole` does."""
     turns = generation.turns(request.receive)
     try:
@@ -55,9 +53,7 @@ class _Events:
         self._form = form
         self._include_usage = include_usage
 
-    async def frames(
-        self, first: list[Piece], turns: AsyncGenerator[list[Piece], None]
-    ) -> AsyncGenerator[bytes, None]:
+    async def frames(self, first: list[Piece], turns: AsyncGenerator[list[Piece], None]) -> AsyncGenerator[bytes, None]:
         """Bytes to send together. Raises ClientGoneError."""
         try:
             yield self._opening() + self._turn(first)

@@ -61,9 +61,7 @@ class TextProcessor:
             token = clip(self._tokenizer.id_to_token(max(ids)))
             raise InvalidRequestError(f"The text holds {token}, a token outside the model's vocabulary")
 
-    def encode_chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, **kwargs: Any
-    ) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, **kwargs: Any) -> list[int]:
         """Token ids of the rendered messages; the template alone decides about BOS.
 
         Raises InvalidRequestError when there is no template or it refuses the messages.

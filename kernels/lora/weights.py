@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class LowRank:
-    """One adapter's delta at one dense site: y += scale · B (A x). The scale stays out of B: folding it in bf16 loses bits."""
+    """One adapter's delta at one dense site: y += scale · B (A x). Folding scale into B would lose bits in bf16."""
 
     a_RD: torch.Tensor
     """[r, in]."""
@@ -18,7 +18,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class ExpertLowRank:
-    """The same for one projection of all routed experts of a layer. An expert dimension of 1 is shared by all experts."""
+    """The same for one projection of a layer's routed experts. An expert dimension of 1 is shared by all experts."""
 
     a_ERD: torch.Tensor
     """[E or 1, r, in]."""

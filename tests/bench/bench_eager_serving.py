@@ -68,10 +68,8 @@ def main() -> None:
                 assert mode == "none" or answers != first["none"], "adapters change nothing"
                 first[mode] = answers
                 assert_idle(server)
-                total = args.requests * args.new
-                print(
-                    f"{mode}: {args.requests} requests x {args.new} tokens: {seconds:.2f} s, {total / seconds:.0f} tok/s"
-                )
+                rate = args.requests * args.new / seconds
+                print(f"{mode}: {args.requests} requests x {args.new} tokens: {seconds:.2f} s, {rate:.0f} tok/s")
                 sys.stdout.flush()
 
 

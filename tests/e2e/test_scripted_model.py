@@ -83,8 +83,29 @@ def test_g02_usage_only_when_asked(server: Server, options: Any, count: int) -> 
 
 def test_g05_null_means_default(server: Server) -> None:
     assert complete(server, prompt="a", max_tokens=None)["choices"][0]["text"] == TEXT
-    names = """n stop stream stream_options logprobs echo seed user logit_bias max_tokens top_p presence_penalty
-        frequency_penalty repetition_penalty top_k min_p min_tokens stop_token_ids ignore_eos best_of suffix""".split()
+    names = [
+        "n",
+        "stop",
+        "stream",
+        "stream_options",
+        "logprobs",
+        "echo",
+        "seed",
+        "user",
+        "logit_bias",
+        "max_tokens",
+        "top_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "top_k",
+        "min_p",
+        "min_tokens",
+        "stop_token_ids",
+        "ignore_eos",
+        "best_of",
+        "suffix",
+    ]
     assert complete(server, prompt="a", **dict.fromkeys(names))["choices"][0]["text"] == TEXT
 
 

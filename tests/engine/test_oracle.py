@@ -63,7 +63,7 @@ def test_mixed_batch_of_eight_adapters_and_base(
     engine = TestEngine(t1, adapters, chunked_prefill_size=chunk, page_size=page)
     names = [None, *adapters, None]
     jobs = []
-    for round_ in range(2):  # the second round finds its prefixes cached
+    for _ in range(2):  # the second round finds its prefixes cached
         for i, name in enumerate(names):
             prompt = prompt_of(5 + 7 * i, seed=i)
             jobs.append((engine.submit(prompt, name, logprobs=5, max_tokens=6), prompt, name))

@@ -21,7 +21,6 @@ from loraplex.engine.messages import (
 )
 from loraplex.engine.request import Request, SamplingParams
 
-
 DEVICE: Any = os.environ.get("KIT_DEVICE", "cpu")
 """KIT_DEVICE=cuda runs the engine tests on a GPU, in fp32 as here."""
 

@@ -65,9 +65,7 @@ def save_tokenizer(folder: Path, *, bos: bool = False, template: str | None = CH
     return folder
 
 
-NUMBERS_WENT_WRONG = ErrorInfo(
-    status=500, message="numbers went wrong", code="numerical_error", type="server_error"
-)
+NUMBERS_WENT_WRONG = ErrorInfo(status=500, message="numbers went wrong", code="numerical_error", type="server_error")
 LORA_ON = LoRAConfig(enable_lora=True)
 OPENAI_DEFAULTS = GenerationDefaults()
 
@@ -259,9 +257,7 @@ class Server:
         self.engine = engine
         self.app = create_app(engine, text, config, defaults)
 
-    def call(
-        self, method: str, path: str, *, client: tuple[str, int] = ("127.0.0.1", 1), **kwargs
-    ) -> httpx.Response:
+    def call(self, method: str, path: str, *, client: tuple[str, int] = ("127.0.0.1", 1), **kwargs) -> httpx.Response:
         async def exchange() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=self.raise_app, client=client)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
@@ -288,9 +284,7 @@ class Server:
 
     def stream(self, path: str, **fields) -> list[dict]:
         """Chunks of a stream that ends well: exactly one [DONE], last."""
-        start = (
-            {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
-        )
+        start = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
         answer = self.post(path, {"model": "m", "stream": True} | start | fields)
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"].startswith("text/event-stream")

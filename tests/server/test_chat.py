@@ -115,9 +115,7 @@ def test_text_parts_and_roles(make_server, scripts):
         {
             "role": "assistant",
             "content": None,
-            "tool_calls": [
-                {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-            ],
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
         },
         {"role": "tool", "content": "r", "tool_call_id": "1"},
     ]

@@ -131,9 +131,7 @@ def test_echo_of_the_prompt_only(server, stream, logprobs):
             assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 1, 1]
         usage = answer["usage"]
     assert usage["completion_tokens"] == 0
-    assert [request.sampling.max_tokens for request in server.engine.requests] == (
-        [] if logprobs is None else [1]
-    )
+    assert [request.sampling.max_tokens for request in server.engine.requests] == ([] if logprobs is None else [1])
 
 
 def test_echo_leaves_out_bos_and_keeps_written_specials(make_server, make_text):
@@ -235,9 +233,7 @@ def test_sampling_fields_reach_the_engine(make_server):
 
     server = make_server(defaults=GenerationDefaults(temperature=0.6, top_p=0.9, top_k=20))
     server.post("/v1/completions", {"model": "m", "prompt": "a"})
-    server.complete(
-        temperature=1e-12, top_p=0.5, top_k=-1, seed=2**63 - 1, logit_bias={"319": 100}, cache_salt="s"
-    )
+    server.complete(temperature=1e-12, top_p=0.5, top_k=-1, seed=2**63 - 1, logit_bias={"319": 100}, cache_salt="s")
     default, asked = server.engine.requests
     assert (default.sampling.temperature, default.sampling.top_p, default.sampling.top_k) == (0.6, 0.9, 20)
     assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (0.0, 0.5, 0)

@@ -83,9 +83,7 @@ def test_client_gone_aborts_everything(make_server, scripts, stream, path, field
 def test_send_to_a_closed_socket_aborts(make_server, scripts):
     async def play():
         server = make_server(script=scripts[1], max_join=1)
-        client = RawClient(
-            server.app, COMPLETIONS, {"model": "m", "stream": True, "max_tokens": 50, "prompt": "a"}
-        )
+        client = RawClient(server.app, COMPLETIONS, {"model": "m", "stream": True, "max_tokens": 50, "prompt": "a"})
 
         async def broken_send(message):
             if message["type"] == "http.response.body":

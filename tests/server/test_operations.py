@@ -133,9 +133,7 @@ def test_openapi_shows_the_request_models(server):
     assert body["schema"] == {"$ref": "#/components/schemas/ChatRequest"}
     schemas = document["components"]["schemas"]
     assert {"ChatRequest", "CompletionRequest", "Message"} <= set(schemas)
-    for reference in {
-        part.split('"')[0] for part in json.dumps(document).split('"#/components/schemas/')[1:]
-    }:
+    for reference in {part.split('"')[0] for part in json.dumps(document).split('"#/components/schemas/')[1:]}:
         assert reference in schemas
 
 
@@ -148,19 +146,14 @@ def adapter_server(make_server, tmp_path):
     (root / "outside-link").symlink_to(outside / "evil")
     (root / "loop").symlink_to(root / "loop")
     (root / "file").write_text("x")
-    return make_server(
-        lora=LoRAConfig(enable_lora=True, adapter_root=(str(tmp_path / "nowhere"), str(root)))
-    ), root
+    return make_server(lora=LoRAConfig(enable_lora=True, adapter_root=(str(tmp_path / "nowhere"), str(root)))), root
 
 
 @pytest.mark.parametrize("prefix", ["/v1", ""])
 def test_load_and_unload(adapter_server, prefix):
     server, root = adapter_server
     for name, path in [("a", "good"), ("b", str(root / "sub" / "deep")), ("c", "inside-link")]:
-        assert (
-            server.post(f"{prefix}/load_lora_adapter", {"lora_name": name, "lora_path": path}).status_code
-            == 200
-        )
+        assert server.post(f"{prefix}/load_lora_adapter", {"lora_name": name, "lora_path": path}).status_code == 200
     assert server.engine.loads[2] == ("c", str(root / "sub" / "deep"), False)
     again = server.post(f"{prefix}/load_lora_adapter", {"lora_name": "a", "lora_path": "good"})
     assert again.status_code == 409
@@ -276,9 +269,7 @@ def test_defaults_of_the_model(tmp_path, stored, mode, wanted):
     assert (found.temperature, found.top_p, found.top_k) == wanted
 
 
-@pytest.mark.parametrize(
-    "stored", ['{"temperature": "hot"}', '{"top_p": 0}', "[]", "{", '{"temperature": NaN}']
-)
+@pytest.mark.parametrize("stored", ['{"temperature": "hot"}', '{"top_p": 0}', "[]", "{", '{"temperature": NaN}'])
 def test_bad_defaults_name_the_file(tmp_path, stored):
     (tmp_path / "generation_config.json").write_text(stored)
     with pytest.raises(ValueError, match=r"generation_config\.json"):

@@ -77,9 +77,7 @@ def expected_stop(text, stops):
 def test_stops_for_random_texts_and_cuts(seed):
     rng = random.Random(seed)
     text = "".join(rng.choice("ab🌶") for _ in range(rng.randint(0, 30)))
-    stops = tuple(
-        {"".join(rng.choice("ab🌶") for _ in range(rng.randint(1, 6))) for _ in range(rng.randint(1, 4))}
-    )
+    stops = tuple({"".join(rng.choice("ab🌶") for _ in range(rng.randint(1, 6))) for _ in range(rng.randint(1, 4))})
     wanted, found = expected_stop(text, stops)
     checker, shown, rest = StopChecker(stops), "", text
     while rest and checker.found is None:
