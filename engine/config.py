@@ -199,7 +199,7 @@ class ParallelConfig:
 class LoRAConfig:
     """LoRA adapters"""
 
-    enable_lora: bool | None = flag(None, "accept adapters (default: when --lora-paths is given)")
+    enable_lora: bool | None = flag(None, "accept adapters (default: when --lora-paths or --adapter-root is given)")
     lora_paths: tuple[str, ...] = flag(
         (),
         "adapters to load at start: NAME=PATH, PATH (which is then the name too), or a JSON object "
@@ -224,7 +224,8 @@ class LoRAConfig:
         if self.lora_paths and self.enable_lora is False:
             raise ValueError("--lora-paths contradicts --no-enable-lora: leave one out")
         if self.enable_lora is None:
-            object.__setattr__(self, "enable_lora", bool(self.lora_paths))  # readers see a bool
+            asked = bool(self.lora_paths or self.adapter_root)
+            object.__setattr__(self, "enable_lora", asked)  # readers see a bool
         if self.lora_backend != "torch":
             raise ValueError(f"--lora-backend {self.lora_backend} is not built yet; torch works")
         _check_at_least(1, self, "max_loras_per_batch", "max_loaded_loras", "max_lora_rank")

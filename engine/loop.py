@@ -94,7 +94,7 @@ class EngineLoop:
             max_queued=config.scheduler.max_queued_requests,
             chunk=config.scheduler.prefill_budget,
             adapter_slots=config.lora.max_loras_per_batch,
-            eos_token_ids=frozenset(runner.generation.eos_token_ids),
+            eos_token_ids=frozenset(runner.eos_token_ids),
         )
         self.scheduler = Scheduler(
             limits, pool, manager.registry, seed=config.model.random_seed, preempt_every=hooks.preempt_every
@@ -205,12 +205,15 @@ class EngineLoop:
 
     def _step(self, batch: Batch) -> None:
         self._steps += 1
+        sent = False
         try:
             self.hooks.before_step(self._steps, batch.request_ids)
             plan = batch.plan()
-            self.followers.send(plan)
+            sent = self.followers.send(plan)
             result = self.runner.execute(plan, batch.sampling_plan(), self._poisoned(batch))
         except Exception:
+            if sent:
+                raise  # the ranks no longer stand at the same collective
             log.exception("step %d failed (%d sequences)", self._steps, len(batch.seqs))
             self._failed_in_a_row += 1
             outputs = self.scheduler.fail(batch, STEP_FAILED)
@@ -275,7 +278,7 @@ class EngineLoop:
             context_length=runner.context_length,
             max_total_tokens=num_pages * self.config.cache.page_size,
             page_size=self.config.cache.page_size,
-            eos_token_ids=list(runner.generation.eos_token_ids),
+            eos_token_ids=list(runner.eos_token_ids),
             model_type=runner.spec.model_type,
             dtype=str(runner.dtype).removeprefix("torch."),
             device=str(runner.device),

@@ -1,4 +1,4 @@
-"""What a checkpoint folder says about its model: `ModelSpec` from config.json, `GenerationDefaults` beside it.
+"""What a checkpoint folder says about its model: `ModelSpec` from config.json, end tokens beside it.
 
 config.json comes in two generations of spelling (rope_theta + rope_scaling or rope_parameters, torch_dtype or dtype,
 num_experts or num_local_experts). transformers' own config classes fill in each architecture's defaults; what they
@@ -72,14 +72,6 @@ class ModelSpec:
         return num_tokens, parallel.local_units(self.num_kv_heads), self.head_dim
 
 
-@dataclass(frozen=True)
-class GenerationDefaults:
-    eos_token_ids: tuple[int, ...]
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-
-
 def read_model_spec(folder: str | Path) -> ModelSpec:
     """Reads `folder`/config.json. Raises ValueError naming file and field for whatever cannot be served."""
     path = Path(folder) / "config.json"
@@ -129,23 +121,17 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     )
 
 
-def read_generation_config(folder: str | Path) -> GenerationDefaults:
-    """End tokens and sampling defaults: generation_config.json first, config.json for eos when that says none."""
+def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
+    """End tokens: generation_config.json's, or config.json's when that says none. Raises ValueError naming the file."""
     path = Path(folder) / "generation_config.json"
-    raw = _read_json(path) or {}
-    eos_path, eos = path, raw.get("eos_token_id")
+    eos = (_read_json(path) or {}).get("eos_token_id")
     if eos is None:
-        eos_path = Path(folder) / "config.json"
-        eos = (_read_json(eos_path) or {}).get("eos_token_id")
+        path = Path(folder) / "config.json"
+        eos = (_read_json(path) or {}).get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if any(not _is_int(i) or i < 0 for i in ids):
-        raise ValueError(f"{eos_path}: eos_token_id must be a token id or a list of them, not {eos!r}")
-    temperature = _sampling_number(path, raw, "temperature", 0.0, float("inf"))
-    top_p = _sampling_number(path, raw, "top_p", 0.0, 1.0)
-    top_k = raw.get("top_k")
-    if top_k is not None and (not _is_int(top_k) or top_k < -1):
-        raise ValueError(f"{path}: top_k must be an integer, not {top_k!r}")
-    return GenerationDefaults(tuple(ids), temperature, top_p, None if top_k is None else max(top_k, 0))
+        raise ValueError(f"{path}: eos_token_id must be a token id or a list of them, not {eos!r}")
+    return tuple(ids)
 
 
 class _Fields:
@@ -304,12 +290,3 @@ def _dtype(path: Path, raw: Mapping[str, Any]) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"{path}: dtype {name!r} is not supported; known are {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def _sampling_number(path: Path, raw: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
-    value = raw.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ValueError(f"{path}: {name} must be a number of at least {low:g} and at most {high:g}, not {value!r}")
-    return float(value)

@@ -41,12 +41,14 @@ class Followers:
     def __init__(self, connections: list[Connection]) -> None:
         self._connections = connections
 
-    def send(self, message: FollowerMessage) -> None:
+    def send(self, message: FollowerMessage) -> bool:
+        """False when there is nobody to send to."""
         if not self._connections:
-            return
+            return False
         data = encode(message)
         for connection in self._connections:
             connection.send_bytes(data)
+        return True
 
     def install(self, message: Install) -> ErrorInfo | None:
         """Installs on all followers; the first error, if any rank had one."""

@@ -11,7 +11,7 @@ from loraplex.engine.lora.backend import make_backend
 from loraplex.engine.lora.pool import AdapterPool
 from loraplex.engine.memory import available_bytes, num_kv_pages, parameter_bytes
 from loraplex.engine.messages import TokenLogprobs
-from loraplex.engine.model_config import DTYPES, read_generation_config, read_model_spec
+from loraplex.engine.model_config import DTYPES, read_eos_token_ids, read_model_spec
 from loraplex.engine.models import build_model
 from loraplex.engine.models.decoder import CausalLM
 from loraplex.engine.parallel import Parallel
@@ -33,7 +33,7 @@ class ModelRunner:
         self.parallel = parallel
         self.device = device
         self.spec = read_model_spec(config.model.model_path)
-        self.generation = read_generation_config(config.model.model_path)
+        self.eos_token_ids = read_eos_token_ids(config.model.model_path)
         self.dtype = _resolve_dtype(config.model.dtype, self.spec.dtype, device)
         self.context_length = _context_length(config.model.context_length, self.spec.context_length)
         self.memory_table: list[tuple[str, int]] = []
@@ -46,7 +46,7 @@ class ModelRunner:
             self.max_rows,
             device,
             config.model.logprobs_mode,
-            frozenset(self.generation.eos_token_ids),
+            frozenset(self.eos_token_ids),
         )
         say(f"loading {self.spec.architecture} ({str(self.dtype).removeprefix('torch.')}) on {device}")
         self.model = self._load()

@@ -7,6 +7,7 @@ does not fit is an error naming tensor and file, never a model that runs on garb
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,9 @@ from tqdm import tqdm
 from loraplex.engine.layers.checkpoint import CheckpointTensor, TensorOwner
 from loraplex.engine.models.decoder import CausalLM
 from loraplex.engine.parallel import Parallel
+
+tqdm.set_lock(threading.RLock())
+"""Its own lock is a named semaphore of multiprocessing, which an engine that is ended by force would leave behind."""
 
 HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
 """Written by old versions of transformers; derived from config.json."""

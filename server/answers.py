@@ -27,6 +27,11 @@ class AnswerFormat(Protocol):
 
     def envelope(self, choices: list[Json], *, chunk: bool) -> Json: ...
 
+    @property
+    def token_ids(self) -> bool:
+        """Whether choices carry token_ids."""
+        ...
+
 
 class CompletionFormat:
     def __init__(self, model: str, vocabulary: Vocabulary, *, logprobs: int | None, token_ids: bool) -> None:
@@ -35,7 +40,7 @@ class CompletionFormat:
         self._created = int(time.time())
         self._vocabulary = vocabulary
         self._logprobs = logprobs
-        self._token_ids = token_ids
+        self.token_ids = token_ids
 
     def opening(self, num_choices: int) -> list[Json]:
         return []
@@ -51,7 +56,7 @@ class CompletionFormat:
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
-        return fields | ({"token_ids": piece.token_ids} if self._token_ids else {})
+        return fields | ({"token_ids": piece.token_ids} if self.token_ids else {})
 
     def _lists(self, entries: list[TokenEntry]) -> Json:
         return {
@@ -85,7 +90,7 @@ class ChatFormat:
         self._created = int(time.time())
         self._vocabulary = vocabulary
         self._logprobs = logprobs
-        self._token_ids = token_ids
+        self.token_ids = token_ids
 
     def opening(self, num_choices: int) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
@@ -105,7 +110,7 @@ class ChatFormat:
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
-        return fields | ({"token_ids": piece.token_ids} if self._token_ids else {})
+        return fields | ({"token_ids": piece.token_ids} if self.token_ids else {})
 
     def _entry(self, entry: TokenEntry) -> Json:
         top = [self._token(token, logprob) for token, logprob in entry.top]

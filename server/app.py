@@ -5,6 +5,7 @@ import time
 from fastapi import FastAPI
 
 from loraplex.engine.config import Config
+from loraplex.engine.hooks import read_hooks
 from loraplex.server import adapters_api, completions, errors, models_api, openapi, operations_api, tokens_api
 from loraplex.server.auth import RequireKey
 from loraplex.server.engine_api import Engine
@@ -18,7 +19,8 @@ from loraplex.server.version import version
 def create_app(engine: Engine, text: TextProcessor | None, config: Config, defaults: GenerationDefaults) -> FastAPI:
     """`text` is None with --skip-tokenizer-init. The engine is ready; its life is not managed here."""
     model_name = (config.model.served_model_name or (config.model.model_path,))[0]
-    front = Front(engine, text, config, defaults, Metrics(engine, model_name), created=int(time.time()))
+    metrics = Metrics(engine, model_name)
+    front = Front(engine, text, config, defaults, metrics, read_hooks(), created=int(time.time()))
     app = FastAPI(title="loraplex", version=version(), redirect_slashes=False)
     health = operations_api.open_router(front)
     app.include_router(health)

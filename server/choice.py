@@ -37,9 +37,6 @@ class Piece:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self.text or self.token_ids or self.entries or self.finish_reason)
-
     def extend(self, later: "Piece") -> None:
         self.text += later.text
         self.token_ids += later.token_ids

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from loraplex.engine.config import Config
+from loraplex.engine.hooks import Hooks
 from loraplex.server.engine_api import Engine
 from loraplex.server.errors import InvalidRequestError
 from loraplex.server.metrics import Metrics
@@ -19,6 +20,7 @@ class Front:
     config: Config
     defaults: GenerationDefaults
     metrics: Metrics
+    hooks: Hooks
     created: int
     """Start of the server in Unix seconds, `created` of its models."""
 

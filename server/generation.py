@@ -33,8 +33,9 @@ class Job:
 class _Run:
     """One engine request under way."""
 
-    def __init__(self, stream: RequestStream, choices: list[Choice]) -> None:
+    def __init__(self, stream: RequestStream, choices: list[Choice], *, fails: bool = False) -> None:
         self.stream = stream
+        self._fails = fails
         self._outputs = aiter(stream)
         self._choices = choices
         self.cached_tokens = 0
@@ -52,6 +53,8 @@ class _Run:
 
     def advance(self, outputs: list[TokenOut]) -> list[Piece]:
         """At most one piece per choice. Raises EngineError when an output carries one."""
+        if self._fails:
+            raise RuntimeError("injected failure of the detokeniser")
         pieces: dict[int, Piece] = {}
         for out in outputs:
             _check(out)
@@ -116,7 +119,8 @@ class Generation:
         for i, job in enumerate(self._jobs):
             if job.request is not None:
                 choices = self.choices[i * self.n : (i + 1) * self.n]
-                self._runs.append(_Run(self._front.engine.submit(job.request), choices))
+                fails = job.request.id == self._front.hooks.detok_fail
+                self._runs.append(_Run(self._front.engine.submit(job.request), choices, fails=fails))
 
     def _without_engine(self) -> list[Piece]:
         """Choices of prompts that are only echoed."""

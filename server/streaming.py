@@ -75,7 +75,11 @@ class _Events:
         return b"".join(self._chunk([choice]) for choice in choices)
 
     def _turn(self, pieces: list[Piece]) -> bytes:
-        return b"".join(self._chunk([self._form.chunk(piece)]) for piece in pieces if piece)
+        return b"".join(self._chunk([self._form.chunk(piece)]) for piece in pieces if self._says_something(piece))
+
+    def _says_something(self, piece: Piece) -> bool:
+        """Not so for half a character, or a part of what may become a stop string."""
+        return bool(piece.text or piece.entries or piece.finish_reason or (self._form.token_ids and piece.token_ids))
 
     def _closing(self) -> bytes:
         if not self._include_usage:

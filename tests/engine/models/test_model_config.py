@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from loraplex.engine.model_config import read_generation_config, read_model_spec
+from loraplex.engine.model_config import read_eos_token_ids, read_model_spec
 
 
 @pytest.fixture
@@ -118,28 +118,17 @@ def test_dtype(harness, folder, spelling):
     assert read_model_spec(folder).dtype == torch.bfloat16
 
 
-def test_generation_config(harness, folder):
+def test_eos_of_generation_config_wins(harness, folder):
     harness.edit_config(folder, eos_token_id=7)
-    assert read_generation_config(folder).eos_token_ids == (7,)
+    assert read_eos_token_ids(folder) == (7,)
     path = folder / "generation_config.json"
-    path.write_text(json.dumps({"temperature": 0.6, "top_k": 20}))
-    defaults = read_generation_config(folder)
-    assert (defaults.eos_token_ids, defaults.temperature, defaults.top_p, defaults.top_k) == ((7,), 0.6, None, 20)
-    path.write_text(json.dumps({"eos_token_id": [256, 258], "top_p": 0.95}))
-    assert read_generation_config(folder).eos_token_ids == (256, 258)
+    path.write_text(json.dumps({"temperature": 0.6}))
+    assert read_eos_token_ids(folder) == (7,)
+    path.write_text(json.dumps({"eos_token_id": [256, 258]}))
+    assert read_eos_token_ids(folder) == (256, 258)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", "hot"),
-        ("temperature", -1),
-        ("top_p", 2),
-        ("top_k", 1.5),
-        ("eos_token_id", ["a"]),
-        ("eos_token_id", -1),
-    ],
-)
-def test_bad_generation_config(folder, field, value):
-    (folder / "generation_config.json").write_text(json.dumps({field: value}))
-    refused(folder, field, file="generation_config.json", read=read_generation_config)
+@pytest.mark.parametrize("value", [["a"], -1, True, {"id": 1}])
+def test_bad_eos(folder, value):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    refused(folder, "eos_token_id", file="generation_config.json", read=read_eos_token_ids)
