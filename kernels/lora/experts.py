@@ -5,8 +5,8 @@ projection's delta (gate, up or down):
 
     y[position[t, k]] += (scale · x[position[t, k]] A[e]ᵀ) B[e],   e = ids[t, k], for tokens t with an adapter
 
-y: [M, N], written in place, may be a column slice of a wider tensor. x: [M, D]. Matrices shared by
-all experts have an expert stride of 0. Products accumulate in fp32; the scaled A x is rounded to x's dtype between them.
+y: [M, N], written in place, may be a column slice of a wider tensor. x: [M, D]. Matrices that all experts share have an
+expert stride of 0. Products accumulate in fp32; the scaled x Aᵀ is rounded to x's dtype between them.
 """
 
 from collections.abc import Iterator
