@@ -90,8 +90,7 @@ def test_splitting_fused_experts_changes_no_logit(layouts: ModuleType, tmp_path:
     shutil.copytree(DEMO / "adapters" / "python", fused)
     generator = torch.Generator().manual_seed(0)
     tensors = {
-        name: 0.05 * torch.randn(t.shape, generator=generator)
-        for name, t in load_file(fused / layouts.WEIGHTS).items()
+        name: 0.05 * torch.randn(t.shape, generator=generator) for name, t in load_file(fused / layouts.WEIGHTS).items()
     }
     save_file(tensors, fused / layouts.WEIGHTS, metadata={"format": "pt"})
     shutil.copytree(fused, split)
