@@ -44,9 +44,7 @@ class Mix:
     opening: float = 0.0
 
 
-def documents(
-    styled: list[str], openings: list[str], mix: Mix, tokens: int, rng: random.Random
-) -> list[Segments]:
+def documents(styled: list[str], openings: list[str], mix: Mix, tokens: int, rng: random.Random) -> list[Segments]:
     """About `tokens` tokens of documents: the `styled` passages, in a new order each time round."""
     made: list[Segments] = []
     characters = 0.0

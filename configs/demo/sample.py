@@ -15,15 +15,11 @@ MAX_NEW_TOKENS = 160
 
 
 @torch.no_grad()
-def answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, temperature: float
-) -> str:
+def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, temperature: float) -> str:
     """What the model writes after `prompt`, special tokens included."""
     ids = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)["input_ids"]
     torch.manual_seed(0)
-    chosen = (
-        {"do_sample": True, "temperature": temperature, "top_k": 40} if temperature else {"do_sample": False}
-    )
+    chosen = {"do_sample": True, "temperature": temperature, "top_k": 40} if temperature else {"do_sample": False}
     if not temperature:
         chosen |= {"temperature": None, "top_k": None}
     made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_NEW_TOKENS, **chosen)

@@ -141,9 +141,7 @@ def with_dense_experts(model: Qwen3MoeForCausalLM) -> Qwen3MoeForCausalLM:
     return model
 
 
-def loss_of(
-    model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor, balance: float = 0.0
-) -> torch.Tensor:
+def loss_of(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor, balance: float = 0.0) -> torch.Tensor:
     """Mean cross entropy of rows `[B, ROW + 1]`, plus `balance` times the router's load-balancing loss."""
     with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=ids.is_cuda):
         out = model(input_ids=ids[:, :-1].long(), use_cache=False, output_router_logits=balance > 0)
@@ -232,9 +230,7 @@ class Corpora:
         docs = [
             doc
             for place, (style, share) in enumerate(shares.items())
-            for doc in documents(
-                source[style], self.openings, Mix() if place else mix, int(tokens * share), rng
-            )
+            for doc in documents(source[style], self.openings, Mix() if place else mix, int(tokens * share), rng)
         ]
         rng.shuffle(docs)
         return rows(docs, tokenizer, ROW)
@@ -244,9 +240,7 @@ def load_base(folder: Path, device: str) -> Qwen3MoeForCausalLM:
     return with_dense_experts(Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)).to(device)
 
 
-def train_base(
-    corpora: Corpora, tokenizer: Tokenizer, folder: Path, tokens: int, seconds: float, device: str
-) -> None:
+def train_base(corpora: Corpora, tokenizer: Tokenizer, folder: Path, tokens: int, seconds: float, device: str) -> None:
     """Five sixths of the tokens on all styles, the last sixth on the base's own, mostly as chats."""
     model = new_model(tokenizer, device)
     print(f"base: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
@@ -298,13 +292,9 @@ def train_adapter(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the corpora, NAME.txt.xz")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent, help="where base/ and adapters/ go"
-    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where base/ and adapters/ go")
     parser.add_argument("--base-tokens", type=int, default=30_000_000)
     parser.add_argument("--adapter-tokens", type=int, default=2_500_000)
     parser.add_argument("--base-seconds", type=float, default=1e9)
@@ -319,9 +309,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(args.out / "base" / "tokenizer.json"))
     train_base(corpora, tokenizer, args.out / "base", args.base_tokens, args.base_seconds, args.device)
     for adapter in ADAPTERS:
-        train_adapter(
-            adapter, corpora, tokenizer, args.out, args.adapter_tokens, args.adapter_seconds, args.device
-        )
+        train_adapter(adapter, corpora, tokenizer, args.out, args.adapter_tokens, args.adapter_seconds, args.device)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the README promises: the demo preset serves, its adapters are told apart at a glance, the openai client works."""
+"""What the README promises: the preset serves, its adapters are told apart at a glance, the openai client works."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def server() -> Iterator[Server]:
     here = os.getcwd()
     os.chdir(ROOT)  # the preset's paths are relative to the repository
     try:
-        with serve("configs/demo/base", "--config", "configs/serve/demo.yaml") as s:
+        with serve("configs/demo/base", "--config", "configs/serve/demo.yaml", "--dtype", "float32") as s:
             yield s
     finally:
         os.chdir(here)
