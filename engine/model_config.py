@@ -121,7 +121,7 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     )
 
 
-def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
+def read_eos_token_ids(folder: str | Path, vocab_size: int) -> tuple[int, ...]:
     """End tokens: generation_config.json's, or config.json's when that says none. Raises ValueError naming the file."""
     path = Path(folder) / "generation_config.json"
     eos = (_read_json(path) or {}).get("eos_token_id")
@@ -131,6 +131,8 @@ def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if any(not _is_int(i) or i < 0 for i in ids):
         raise ValueError(f"{path}: eos_token_id must be a token id or a list of them, not {eos!r}")
+    if any(i >= vocab_size for i in ids):
+        raise ValueError(f"{path}: eos_token_id {eos!r} is not below vocab_size {vocab_size}")
     return tuple(ids)
 
 

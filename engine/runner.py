@@ -33,7 +33,7 @@ class ModelRunner:
         self.parallel = parallel
         self.device = device
         self.spec = read_model_spec(config.model.model_path)
-        self.eos_token_ids = read_eos_token_ids(config.model.model_path)
+        self.eos_token_ids = read_eos_token_ids(config.model.model_path, self.spec.vocab_size)
         self.dtype = _resolve_dtype(config.model.dtype, self.spec.dtype, device)
         self.context_length = _context_length(config.model.context_length, self.spec.context_length)
         self.memory_table: list[tuple[str, int]] = []

@@ -172,7 +172,9 @@ class Scheduler:
     # ---- inside
 
     def _refusal(self, request: Request) -> ErrorInfo | None:
-        if self.limits.max_queued is not None and len(self.waiting) + request.n > self.limits.max_queued:
+        # What arrives between two steps is all in `waiting`, whatever room to run there is: rows count as room too.
+        room = len(self._free_rows) - len(self.waiting)
+        if self.limits.max_queued is not None and request.n > room + self.limits.max_queued:
             return ErrorInfo(
                 status=503, message="The request queue is full.", code="queue_full", type="overloaded_error"
             )

@@ -158,6 +158,7 @@ async def _serve_http(app: Any, client: EngineClient, config: Config, listener: 
         log_config=None,
         log_level="debug" if debug else "warning",
         access_log=debug,
+        lifespan="off",
         server_header=False,
         timeout_graceful_shutdown=CONNECTION_CLOSE_SECONDS,
     )

@@ -33,6 +33,9 @@ class TextProcessor:
         loaded = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True, trust_remote_code=False)
         if not isinstance(getattr(loaded, "backend_tokenizer", None), Tokenizer):
             raise ValueError(f"{tokenizer_dir}: no tokenizer.json (slow tokenizers are not supported)")
+        if loaded.backend_tokenizer.get_vocab_size(with_added_tokens=False) <= 1:
+            # Without any file transformers makes an empty tokenizer of the model's type, which reads all text as "".
+            raise ValueError(f"{tokenizer_dir}: no tokenizer.json; see --tokenizer-path and --skip-tokenizer-init")
         if chat_template_file is not None:
             loaded.chat_template = Path(chat_template_file).read_text(encoding="utf-8")
         self._templates = loaded

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from kit import models
 from kit.adapters import make_a, make_adapter
 from kit.oracle import Oracle
@@ -296,7 +297,9 @@ def test_g15_bos_is_not_doubled() -> None:
 
 
 def test_two_ranks_serve_adapters(t1: Path, t1_oracle: Oracle, adapters: dict[str, Path]) -> None:
-    flags = ["--served-model-name", "t1", "--tp-size", "2", "--adapter-root", str(adapters["A1"].parent)]
+    device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+    flags = ["--served-model-name", "t1", "--tp-size", "2", "--device", device]
+    flags += ["--adapter-root", str(adapters["A1"].parent)]
     with serve(t1, *flags, "--lora-paths", f"A1={adapters['A1']}", f"exp={adapters['exp']}") as tp:
         for name in ("t1", "A1", "exp"):
             check_against(t1_oracle, ask(tp, name), IDS, adapters.get(name))

@@ -255,10 +255,15 @@ def test_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     assert bench.tokens(2) == solo(fits, 4)
 
 
-def test_queue_limit_counts_choices() -> None:
-    bench = Bench(max_queued=3)
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("max_queued", [0, 2])
+def test_queue_limit_counts_choices_that_find_no_row(max_queued: int, started: bool) -> None:
+    bench = Bench(max_running=3, max_queued=max_queued)
     bench.add(1, [1], n=2)
-    error = bench.scheduler.add(Request(id=2, prompt_ids=[1], sampling=SamplingParams(max_tokens=1), n=2))
+    if started:
+        bench.step()
+    bench.add(2, [1], n=1 + max_queued)
+    error = bench.scheduler.add(Request(id=3, prompt_ids=[1], sampling=SamplingParams(max_tokens=1)))
     assert error is not None
     assert error.status == 503
     bench.run()

@@ -146,6 +146,11 @@ def adapter_server(make_server, tmp_path):
     (root / "outside-link").symlink_to(outside / "evil")
     (root / "loop").symlink_to(root / "loop")
     (root / "file").write_text("x")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (root / f"leak-{name}").mkdir()
+        (root / f"leak-{name}" / name).symlink_to(outside / "evil" / name)
+        (root / "linked").mkdir(exist_ok=True)
+        (root / "linked" / name).symlink_to(root / "good" / name)
     return make_server(lora=LoRAConfig(enable_lora=True, adapter_root=(str(tmp_path / "nowhere"), str(root)))), root
 
 
@@ -183,6 +188,8 @@ def test_load_and_unload(adapter_server, prefix):
     ("path", "status"),
     [
         ("outside-link", 403),
+        ("leak-adapter_config.json", 403),
+        ("leak-adapter_model.safetensors", 403),
         ("../outside/evil", 403),
         ("good/../../outside/evil", 403),
         ("/etc", 403),
@@ -204,6 +211,12 @@ def test_load_only_from_below_the_roots(adapter_server, prefix, path, status):
     assert answer.json()["error"]["param"] == "lora_path"
     assert str(root) not in answer.text
     assert server.engine.loads == []
+
+
+def test_files_may_be_links_below_the_roots(adapter_server):
+    """As in the hub's cache, where snapshots link to blobs."""
+    server, _ = adapter_server
+    assert server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "linked"}).status_code == 200
 
 
 def test_load_refusals_name_flag_and_field(make_server, adapter_server):

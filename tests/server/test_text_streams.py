@@ -1,5 +1,6 @@
 """Detokeniser and stop strings: independent of how tokens and text are cut."""
 
+import json
 import random
 
 import pytest
@@ -7,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from loraplex.server.detokenizer import Detokenizer, decode
 from loraplex.server.stops import StopChecker
+from loraplex.server.text import TextProcessor
 from loraplex.server.vocabulary import TokenizerVocabulary
 
 
@@ -92,3 +94,11 @@ def test_stops_for_random_texts_and_cuts(seed):
 def test_include_stop():
     checker = StopChecker(("lo w",), include_stop=True)
     assert checker.push("hel") + checker.push("lo worl") == "hello w"
+
+
+def test_model_folder_without_a_tokenizer_is_refused(tmp_path):
+    """transformers would make one without words, which reads every prompt as an empty one."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    with pytest.raises(ValueError, match="tokenizer-path") as caught:
+        TextProcessor(str(tmp_path), None, 320)
+    assert str(tmp_path) in str(caught.value)

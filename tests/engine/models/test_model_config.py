@@ -120,15 +120,15 @@ def test_dtype(harness, folder, spelling):
 
 def test_eos_of_generation_config_wins(harness, folder):
     harness.edit_config(folder, eos_token_id=7)
-    assert read_eos_token_ids(folder) == (7,)
+    assert read_eos_token_ids(folder, 320) == (7,)
     path = folder / "generation_config.json"
     path.write_text(json.dumps({"temperature": 0.6}))
-    assert read_eos_token_ids(folder) == (7,)
+    assert read_eos_token_ids(folder, 320) == (7,)
     path.write_text(json.dumps({"eos_token_id": [256, 258]}))
-    assert read_eos_token_ids(folder) == (256, 258)
+    assert read_eos_token_ids(folder, 320) == (256, 258)
 
 
-@pytest.mark.parametrize("value", [["a"], -1, True, {"id": 1}])
+@pytest.mark.parametrize("value", [["a"], -1, True, {"id": 1}, [256, 320]])
 def test_bad_eos(folder, value):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    refused(folder, "eos_token_id", file="generation_config.json", read=read_eos_token_ids)
+    refused(folder, "eos_token_id", file="generation_config.json", read=lambda f: read_eos_token_ids(f, 320))
