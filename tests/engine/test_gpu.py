@@ -83,7 +83,12 @@ def test_base_rows_are_bit_identical_whatever_adapters_do(t1: Path) -> None:
 
 
 def test_engine_sizes_its_kv_from_device_memory(t1: Path) -> None:
-    engine = TestEngine(t1, device="cuda", dtype="bfloat16", max_total_tokens=None, mem_fraction_static=0.5)
+    engine = TestEngine(
+        t1, device="cuda", dtype="bfloat16", max_total_tokens=None, mem_fraction_static=0.5, lora_memory="auto"
+    )
     table = dict(engine.loop.runner.memory_table)
-    assert set(table) == {"weights", "activations", "KV pool"}
+    arena = next(name for name in table if name.startswith("adapters"))
+    assert set(table) == {"weights", arena, "activations", "KV pool"}
+    left = 0.5 * torch.cuda.mem_get_info()[1] - table["weights"]
+    assert 0.5 * left < 10 * table[arena] <= left
     assert engine.generate([[1, 2, 3]])[0]

@@ -381,6 +381,54 @@ def test_flooded_adapter_does_not_starve_a_waiting_one() -> None:
     bench.run(most=20_000)
 
 
+def test_adapter_without_room_is_passed_and_runs_when_room_is_there() -> None:
+    bench = Bench(adapters=3, adapter_slots=3, memory=1)
+    bench.add(1, [1], 30, adapter="a0")
+    bench.step()
+    cold = bench.add(2, [2], 2, adapter="a1")
+    bench.add(3, [3], 2)
+    bench.add(4, [4], 2, adapter="a0")
+    for _ in range(5):
+        bench.step()
+    assert bench.outputs[3, 0][-1].finish_reason
+    assert bench.outputs[4, 0][-1].finish_reason
+    assert (2, 0) not in bench.outputs
+    bench.run()
+    assert bench.tokens(2) == solo(cold, 2)
+
+
+def test_flood_does_not_keep_a_cold_adapter_off_the_device() -> None:
+    """Running sequences of a0 never end all at once; after the limit no new one is admitted before a1 has run."""
+    bench = Bench(pages=600, adapters=2, adapter_slots=2, max_running=8, memory=1)
+    bench.add(1, [1], 20, adapter="a0")
+    bench.step()
+    bench.add(2, [2], 3, adapter="a1")
+    for id in range(3, 400):
+        bench.clock.now += 0.1
+        bench.add(id, [id % VOCAB], 20, adapter="a0" if id % 4 else None)
+        bench.step()
+        if (2, 0) in bench.outputs and bench.outputs[2, 0][-1].finish_reason:
+            break
+    assert bench.outputs[2, 0][-1].finish_reason, "the cold adapter never ran"
+    assert 10.0 <= bench.clock.now <= 14.0
+    bench.run(most=20_000)
+
+
+def test_random_adapters_in_little_memory_get_their_own_tokens() -> None:
+    rng = random.Random(3)
+    bench = Bench(pages=60, adapters=6, adapter_slots=3, memory=2, preempt_every=5)
+    requests = []
+    for id in range(1, 60):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))]
+        adapter = rng.choice([None, *(f"a{i}" for i in range(6))])
+        requests.append(bench.add(id, prompt, rng.randrange(1, 9), adapter=adapter))
+        for _ in range(rng.randrange(3)):
+            bench.step()
+    bench.run()
+    for request in requests:
+        assert bench.tokens(request.id) == solo(request, request.sampling.max_tokens)
+
+
 def test_long_prompt_does_not_stop_running_streams() -> None:
     bench = Bench(pages=200, chunk=8)
     bench.add(1, [1], 50)
