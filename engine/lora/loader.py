@@ -63,6 +63,7 @@ def prepare(request: LoadAdapter, pool: AdapterPool, config: LoRAConfig, dtype: 
         rank_max=adapter.rank_max,
         layout=adapter.layout,
         bytes=packed.nbytes,
+        pinned=request.pinned,
         num_tensors=adapter.num_tensors,
         ignored_tensors=list(adapter.ignored),
         modules=adapter.modules,

@@ -42,7 +42,7 @@ class AdapterManager:
         current = self.registry.get(request.name)
         if current is not None and current.info.digest == info.digest:
             packed.buffer.close()
-            return _report(request, current.info)
+            return self._pin(request, current)
         self.sweep()
         error = self._refusal(request, current, packed.nbytes)
         if error is not None:
@@ -59,6 +59,15 @@ class AdapterManager:
         self.sweep()
         self.residency.ensure(version, keep=self.registry.held())
         return _report(request, info)
+
+    def _pin(self, request: LoadAdapter, current: AdapterVersion) -> Reply:
+        """The content is loaded already: only whether it is pinned can change."""
+        if request.pinned != current.info.pinned:
+            error = self._pinned_refusal(request, current, current.info.bytes)
+            if error is not None:
+                return Reply(op=request.op, error=error)
+            current.info = msgspec.structs.replace(current.info, pinned=request.pinned)
+        return _report(request, current.info)
 
     def unload(self, message: UnloadAdapter) -> Reply:
         """Takes the name away at once; requests in flight finish on the version they hold."""
@@ -100,7 +109,24 @@ class AdapterManager:
                 code="no_memory",
                 param="lora_name",
             )
-        return None
+        return self._pinned_refusal(request, current, nbytes)
+
+    def _pinned_refusal(self, request: LoadAdapter, current: AdapterVersion | None, nbytes: int) -> ErrorInfo | None:
+        """Beside the pinned adapters there must be room for each other one, or its requests would wait for ever."""
+        others = [v.info for v in self.registry.published() if v is not current]
+        pinned = [info.bytes for info in others if info.pinned]
+        evictable = [info.bytes for info in others if not info.pinned]
+        (pinned if request.pinned else evictable).append(nbytes)
+        most = self._pool.capacity_bytes
+        if sum(pinned) + max(evictable, default=0) <= most and len(pinned) < self._config.table_rows:
+            return None
+        return ErrorInfo(
+            status=507,
+            message=f"{len(pinned)} pinned adapters take {sum(pinned)} bytes and the largest other one "
+            f"{max(evictable, default=0)}, together more than the {most} of --lora-memory; pin fewer.",
+            code="no_memory",
+            param="pinned",
+        )
 
     def _drop(self, version: int) -> None:
         self._followers.send(ranks.Drop(version))

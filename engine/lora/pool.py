@@ -98,6 +98,10 @@ class AdapterPool:
 
     # ---- arena
 
+    def numel(self, key: int) -> int:
+        """Elements of the arena that a stored adapter takes."""
+        return self._stored[key].layout.numel
+
     def fits(self, key: int, victims: Iterable[int] = ()) -> int | None:
         """How many of `victims`, resident ones in this order, must go so that `key` finds room; None: all are not
         enough."""

@@ -19,6 +19,11 @@ class AdapterVersion:
     last_step: int = 0
     """Step that served it last; adapters that compete for slots take turns by it."""
 
+    @property
+    def stays(self) -> bool:
+        """Pinned: not evicted for others."""
+        return self.info.pinned and not self.retired
+
 
 class AdapterRegistry:
     """Names → versions, with leases. A version is freed exactly once, when it is retired and unused."""
@@ -34,6 +39,9 @@ class AdapterRegistry:
 
     def get(self, name: str) -> AdapterVersion | None:
         return self._by_name.get(name)
+
+    def published(self) -> list[AdapterVersion]:
+        return list(self._by_name.values())
 
     def infos(self) -> list[AdapterInfo]:
         return [v.info for v in self._by_name.values()]

@@ -17,6 +17,7 @@ class Residency:
         self._pool = pool
         self._followers = followers
         self._policy = policy
+        self._rows = rows
         self._free_rows = list(range(rows - 1, -1, -1))
         self._resident: dict[AdapterVersion, None] = {}
         """In the order in which they may go: least recently used, or least recently placed, first."""
@@ -27,18 +28,22 @@ class Residency:
         return list(self._resident)
 
     def ensure(self, version: AdapterVersion, keep: Set[AdapterVersion]) -> bool:
-        """Makes an adapter resident, evicting others but those of `keep`, and of these first the ones no request
-        holds. False, and nothing has changed, when that is not enough."""
+        """Makes an adapter resident, evicting others but pinned ones and those of `keep`, and of these first the ones
+        no request holds. False, and nothing has changed, when that is not enough."""
         if version.row >= 0:
             return True
-        victims = sorted((v for v in self._resident if v not in keep), key=lambda v: v.refs > 0)
-        count = self._pool.fits(version.info.version, [v.info.version for v in victims])
-        if count is not None and not self._free_rows:
-            count = max(count, 1)
-        if count is None or count > len(victims):
+        stay = [v for v in self._resident if v in keep or v.stays]
+        if len(stay) == self._rows:
             return False
-        for victim in victims[:count]:
-            self.evict(victim)
+        victims = sorted((v for v in self._resident if v not in stay), key=lambda v: v.refs > 0)
+        count = self._pool.fits(version.info.version, [v.info.version for v in victims])
+        if count is None:
+            if sum(self._pool.numel(v.info.version) for v in (*stay, version)) > self._pool.arena.capacity:
+                return False
+            self._place_anew(stay)
+        else:
+            for victim in victims[: count if self._free_rows else max(count, 1)]:
+                self.evict(victim)
         self._place(version)
         return True
 
@@ -57,6 +62,14 @@ class Residency:
         self._free_rows.append(version.row)
         del self._resident[version]
         version.row = -1
+
+    def _place_anew(self, stay: Iterable[AdapterVersion]) -> None:
+        """Empties the arena and fills it from its beginning, from the host copies: what is free is then one block.
+        Rare: chunks are small beside an adapter, so room of the right sum is seldom in the wrong pieces."""
+        for version in self.resident:
+            self.evict(version)
+        for version in stay:
+            self._place(version)
 
     def _place(self, version: AdapterVersion) -> None:
         row = self._free_rows.pop()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit.adapters import make_a
+from kit.adapters import make_a, make_adapter
 from kit.engine import TestEngine
 from kit.oracle import Oracle
 
@@ -239,3 +239,45 @@ def test_size_of_the_arena() -> None:
         arena_bytes(60 * gib, [], 50 * gib, cuda)
     with pytest.raises(ValueError, match=f"take {9 * gib}"):
         arena_bytes(None, [4 * gib, 5 * gib], 12 * gib, cuda)
+
+
+def test_pinned_adapter_stays_and_leaves_room_for_others(
+    t1: Path, t1_oracle: Oracle, folders: dict[str, Path], sizes: dict[str, int]
+) -> None:
+    room = sizes["a1"] + sizes["a5"]
+    engine = TestEngine(t1, {}, lora_memory=str(room))
+    reply = engine.load("a1", folders["a1"], pinned=True)
+    assert reply.result is not None
+    assert reply.result["pinned"] is True
+    for name in NAMES[1:]:
+        assert engine.load(name, folders[name]).error is None
+    prompt = [5, 6, 7]
+    for name in [*NAMES, *NAMES]:
+        id = engine.submit(prompt, name, logprobs=0, max_tokens=3)
+        engine.run()
+        check(engine, id, t1_oracle, prompt, folders[name])
+        assert {"a1", name} <= set(resident(engine))
+    reply = engine.load("a3", folders["a3"], pinned=True)
+    assert reply.error is not None
+    assert (reply.error.status, reply.error.param) == (507, "pinned")
+    assert engine.load("a1", folders["a1"]).error is None  # not pinned any more
+    assert engine.load("a3", folders["a3"], pinned=True).error is None
+    assert engine.unload("a3").error is None
+    assert engine.load("a5", folders["a5"], pinned=True).error is None
+
+
+def test_fragments_do_not_keep_an_adapter_out(t1: Path, t1_oracle: Oracle) -> None:
+    """Two running adapters with gaps between and around; the one that comes needs their sum, in larger pieces."""
+    folders = {f"r{r}": make_adapter(t1, "EXP", r=r, seed=r) for r in (1, 2, 3, 4)}
+    probe = {i.name: i.bytes for i in TestEngine(t1, folders).loop.manager.registry.infos()}
+    engine = loaded(t1, folders, probe["r1"] + probe["r2"] + probe["r3"] + probe["r1"])
+    prompt = [9, 8, 7]
+    jobs = [(engine.submit(prompt, n, logprobs=0, max_tokens=12, ignore_eos=True), n) for n in ("r1", "r2")]
+    engine.turn()
+    jobs.append((engine.submit(prompt, "r4", logprobs=0, max_tokens=3), "r4"))
+    engine.turn()
+    assert {"r1", "r2", "r4"} <= set(resident(engine)), "they fit together by their bytes"
+    jobs.append((engine.submit(prompt, "r3", logprobs=0, max_tokens=3), "r3"))
+    engine.run()
+    for id, name in jobs:
+        check(engine, id, t1_oracle, prompt, folders[name])

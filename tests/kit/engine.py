@@ -74,8 +74,9 @@ class TestEngine:
     def abort(self, id: int) -> None:
         self.loop.inbox.put(Abort(id=id))
 
-    def load(self, name: str, path: Path | str, *, replace: bool = False) -> Reply:
-        return self._operation(LoadAdapter(op=self._new_op(), name=name, path=str(path), replace=replace))
+    def load(self, name: str, path: Path | str, *, replace: bool = False, pinned: bool = False) -> Reply:
+        message = LoadAdapter(op=self._new_op(), name=name, path=str(path), replace=replace, pinned=pinned)
+        return self._operation(message)
 
     def unload(self, name: str) -> Reply:
         return self._operation(UnloadAdapter(op=self._new_op(), name=name))

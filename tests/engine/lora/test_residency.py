@@ -20,6 +20,9 @@ class Pool:
         self.offsets: dict[int, list[int]] = {}
         self.rows: dict[int, int] = {}
 
+    def numel(self, key: int) -> int:
+        return sum(self.sizes[key])
+
     def fits(self, key: int, victims: Any = ()) -> int | None:
         trial = self.arena.copy()
         for count, victim in enumerate((None, *victims)):
@@ -45,7 +48,7 @@ class Bench:
         self.pool = Pool(capacity)
         self.pool.sizes = {i: [ALIGN] * size for i, size in enumerate(sizes)}
         self.residency = Residency(self.pool, ranks.Followers([]), rows, policy)  # type: ignore[arg-type]
-        self.versions = [AdapterVersion(SimpleNamespace(version=i)) for i in range(len(sizes))]  # type: ignore[arg-type]
+        self.versions = [AdapterVersion(SimpleNamespace(version=i, pinned=False)) for i in range(len(sizes))]  # type: ignore[arg-type]
 
     def ensure(self, i: int, *keep: int) -> bool:
         done = self.residency.ensure(self.versions[i], {self.versions[k] for k in keep})
@@ -123,3 +126,29 @@ def test_holes_of_an_evicted_adapter_are_used_by_chunks() -> None:
     bench.use(1)
     assert bench.ensure(3, 1)
     assert bench.pool.offsets[3] == [0, ALIGN, 4 * ALIGN, 5 * ALIGN]
+
+
+def test_pinned_adapters_stay_until_they_retire() -> None:
+    bench = Bench(3, [1, 1, 1, 1, 1])
+    for i in (0, 1, 2):
+        bench.ensure(i)
+    bench.versions[0].info.pinned = True  # type: ignore[misc]
+    assert bench.ensure(3)
+    assert bench.ensure(4)
+    assert bench.resident == [0, 3, 4]
+    bench.versions[0].retired = True
+    assert bench.ensure(1)
+    assert bench.resident == [3, 4, 1]
+
+
+def test_room_in_the_wrong_pieces_is_put_together() -> None:
+    """Free: a piece of 1 on each side of adapter 1, which must stay. The other comes as one piece of 2."""
+    bench = Bench(4, [1, 2, 1, 2])
+    bench.pool.sizes[3] = [2 * ALIGN]
+    for i in (0, 1, 2):
+        bench.ensure(i)
+    assert (bench.pool.offsets[1], bench.pool.arena.largest_free) == ([ALIGN, 2 * ALIGN], 0)
+    assert not bench.ensure(3, 0, 1)
+    assert bench.ensure(3, 1)
+    assert bench.resident == [1, 3]
+    assert bench.pool.offsets == {1: [0, ALIGN], 3: [2 * ALIGN]}
