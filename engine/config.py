@@ -11,7 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from loraplex.engine.units import parse_bytes
+
 NO_LIMIT = 2**31 - 1
+DEFAULT_TABLE_ROWS = 256
+"""Resident adapters the tables have room for. A row of Qwen3-30B-A3B's takes 15 kB."""
 
 
 def flag(
@@ -24,6 +28,7 @@ def flag(
     repeat: bool = False,
     item: Callable[[Any], str] | None = None,
     value_aliases: dict[str, str] | None = None,
+    amount: bool = False,
 ) -> Any:
     """A dataclass field that is also a flag.
 
@@ -32,6 +37,7 @@ def flag(
     repeat: a list whose flag takes one value and may be given several times.
     item: puts one item of a list, from any source, into its written form; raises ValueError.
     value_aliases: other spellings of values.
+    amount: text whose value may be a plain number in a file.
     """
     assert not isinstance(default, list | dict), "a default must be immutable: use a tuple"
     metadata = {
@@ -42,6 +48,7 @@ def flag(
         "repeat": repeat,
         "item": item,
         "value_aliases": value_aliases or {},
+        "amount": amount,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -76,6 +83,13 @@ def _check_at_least(low: int, group: Any, *names: str) -> None:
         value = getattr(group, name)
         if value is not None and value < low:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, not {value}")
+
+
+def _check_amount(flag_name: str, text: str) -> None:
+    try:
+        parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"{flag_name}: {error}") from None
 
 
 def _check_names(flag_name: str, names: Sequence[str]) -> None:
@@ -218,6 +232,19 @@ class LoRAConfig:
     max_loras_per_batch: int = flag(8, "distinct adapters in one step", aliases=("max-loras",))
     max_loaded_loras: int | None = flag(None, "adapters loaded at once (default: no limit)", aliases=("max-cpu-loras",))
     max_lora_rank: int = flag(512, "largest rank accepted")
+    lora_memory: str = flag(
+        "auto",
+        "device memory of each rank for resident adapters, as 8GB or 512MiB; auto: the adapters of --lora-paths and "
+        "one more, or a tenth of what the weights leave",
+        metavar="BYTES",
+        amount=True,
+    )
+    lora_host_memory: str | None = flag(
+        None, "host memory of each rank for loaded adapters (default: no limit)", metavar="BYTES", amount=True
+    )
+    lora_eviction_policy: Literal["lru", "fifo"] = flag(
+        "lru", "which adapter leaves the device for another: least recently used, or first come"
+    )
     lora_strict_loading: bool = flag(True, "refuse an adapter with a tensor that has no place")
 
     def __post_init__(self) -> None:
@@ -241,6 +268,24 @@ class LoRAConfig:
                     "of --lora-paths"
                 )
         _check_names("--lora-paths", [name for name, _ in self.adapters])
+        for name, text in (("--lora-memory", self.lora_memory), ("--lora-host-memory", self.lora_host_memory)):
+            if text is not None and (text != "auto" or name == "--lora-host-memory"):
+                _check_amount(name, text)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """--lora-memory; None for auto."""
+        return None if self.lora_memory == "auto" else parse_bytes(self.lora_memory)
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        return None if self.lora_host_memory is None else parse_bytes(self.lora_host_memory)
+
+    @property
+    def table_rows(self) -> int:
+        """Adapters that can be resident at once, memory aside."""
+        loaded = self.max_loaded_loras or DEFAULT_TABLE_ROWS
+        return max(loaded, self.max_loras_per_batch, len(self.lora_paths))
 
     @property
     def adapters(self) -> tuple[tuple[str, str], ...]:

@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from loraplex.engine.device import resolve_device
 from loraplex.engine.hooks import Hooks, read_hooks
 from loraplex.engine.kv_cache import PagePool
 from loraplex.engine.lora.errors import AdapterError
-from loraplex.engine.lora.loader import AdapterLoader, Loaded, read
+from loraplex.engine.lora.loader import AdapterLoader, Loaded, Prepared, prepare
 from loraplex.engine.lora.manager import AdapterManager
 from loraplex.engine.messages import (
     Abort,
@@ -97,10 +98,15 @@ class EngineLoop:
             eos_token_ids=frozenset(runner.eos_token_ids),
         )
         self.scheduler = Scheduler(
-            limits, pool, manager.registry, seed=config.model.random_seed, preempt_every=hooks.preempt_every
+            limits,
+            pool,
+            manager.registry,
+            manager.residency,
+            seed=config.model.random_seed,
+            preempt_every=hooks.preempt_every,
         )
         self.loader = AdapterLoader(
-            runner.adapters.sites, config.lora, runner.dtype, self.inbox.put, hooks.load_delay_ms / 1000
+            runner.adapters, config.lora, runner.dtype, self.inbox.put, hooks.load_delay_ms / 1000
         )
         self._steps = 0
         self._failed_in_a_row = 0
@@ -118,11 +124,8 @@ class EngineLoop:
         parallel = init_parallel(0, config.parallel.tp_size, rendezvous, device)
         runner = ModelRunner(config, parallel, device, say)
         manager = AdapterManager(config.lora, runner.adapters, followers)
-        for name, path in config.lora.adapters:
-            say(f"loading adapter {name}")
-            _load_at_start(manager, runner, config, name, path)
-        if manager.bytes:
-            runner.memory_table.append(("adapters", manager.bytes))
+        if config.lora.enable_lora:
+            _start_adapters(manager, runner, followers, say)
         say("allocating KV")
         followers.send(ranks.AllocateKV())
         num_pages = runner.allocate_kv()
@@ -287,12 +290,24 @@ class EngineLoop:
         )
 
 
-def _load_at_start(manager: AdapterManager, runner: ModelRunner, config: Config, name: str, path: str) -> None:
-    request = LoadAdapter(op=0, name=name, path=path)
-    try:
-        adapter = read(path, runner.adapters.sites, config.lora, runner.dtype)
-    except AdapterError as error:
-        raise ValueError(f"--lora-paths {name}={path}: {error}") from error
-    reply = manager.finish_load(Loaded(request, adapter))
-    if reply.error is not None:
-        raise ValueError(f"--lora-paths {name}={path}: {reply.error.message}")
+def _start_adapters(
+    manager: AdapterManager, runner: ModelRunner, followers: ranks.Followers, say: Callable[[str], None]
+) -> None:
+    """Reads the start-up adapters, sizes the arena by them, loads them. Raises ValueError naming flag and adapter."""
+    loaded = []
+    for name, path in runner.config.lora.adapters:
+        say(f"loading adapter {name}")
+        request = LoadAdapter(op=0, name=name, path=path)
+        try:
+            loaded.append(Loaded(request, prepare(request, runner.adapters, runner.config.lora, runner.dtype)))
+        except (AdapterError, MemoryError) as error:
+            raise ValueError(f"--lora-paths {name}={path}: {error}") from error
+    startup = [item.result.packed.nbytes for item in loaded if isinstance(item.result, Prepared)]
+    followers.send(ranks.AllocateArena(startup))
+    runner.allocate_arena(startup)
+    for item in loaded:
+        reply = manager.finish_load(item)
+        if reply.error is not None:
+            raise ValueError(f"--lora-paths {item.request.name}={item.request.path}: {reply.error.message}")
+    words = f"adapters ({manager.bytes / 2**20:,.1f} MiB used)"
+    runner.memory_table.append((words, runner.adapters.capacity_bytes))

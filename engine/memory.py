@@ -1,6 +1,7 @@
-"""How much KV fits, and the table of what memory went to."""
+"""How much memory adapters and KV get."""
 
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -8,6 +9,8 @@ from loraplex.engine.config import CacheConfig
 
 CPU_KV_BYTES = 4 << 30
 """Largest automatic KV pool on CPU; --max-total-tokens overrides."""
+CPU_ARENA_BYTES = 1 << 30
+"""Largest share of free memory that the adapter arena takes by itself on CPU; --lora-memory overrides."""
 
 
 def available_bytes(device: torch.device, mem_fraction: float) -> int:
@@ -16,6 +19,33 @@ def available_bytes(device: torch.device, mem_fraction: float) -> int:
         free, total = torch.cuda.mem_get_info(device)
         return int(total * mem_fraction) - (total - free)
     return min(CPU_KV_BYTES, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+
+
+def arena_bytes(asked: int | None, startup: Sequence[int], available: int, device: torch.device) -> int:
+    """Size of the adapter arena: `asked` (--lora-memory), or by itself the start-up adapters (bytes of each) and one
+    more as large as the largest, at least a tenth of what is available.
+
+    Raises ValueError when the start-up adapters, or the arena, do not fit, naming the flag and what would work.
+    """
+    needed = sum(startup)
+    if asked is not None:
+        if asked < needed:
+            raise ValueError(
+                f"--lora-memory: the {len(startup)} adapters of --lora-paths take {needed} bytes, {asked} are given; "
+                f"the smallest value that works is {needed}"
+            )
+        size = asked
+    else:
+        share = max(0, available) // 10
+        if device.type == "cpu":
+            share = min(share, CPU_ARENA_BYTES)
+        size = max(needed + max(startup, default=0), share)
+    if device.type == "cuda" and size > available:
+        raise ValueError(
+            f"--lora-memory: {size} bytes for adapters, but {max(0, available)} are left after weights; "
+            f"the adapters of --lora-paths take {needed}"
+        )
+    return size
 
 
 def num_kv_pages(cache: CacheConfig, bytes_per_token: int, available: int, most_tokens: int) -> int:

@@ -35,6 +35,8 @@ class LoadAdapter(_Message, frozen=True):
     """Folder with adapter_config.json and adapter_model.safetensors, already checked against the allowed roots, or
     `dummy:rank=R[,seed=S]` for random weights (start-up only)."""
     replace: bool = False
+    pinned: bool = False
+    """Stays on the device once it is there."""
 
 
 class UnloadAdapter(_Message, frozen=True):
@@ -114,6 +116,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     rank_max: int
     layout: str
     bytes: int
+    """On each rank: of device memory while it is resident, of host memory while it is loaded."""
+    pinned: bool = False
     num_tensors: int
     ignored_tensors: list[str] = []
     modules: dict[str, int] = {}

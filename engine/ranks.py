@@ -8,31 +8,52 @@ from loraplex.engine.batch import StepPlan
 from loraplex.engine.messages import ErrorInfo
 
 
-class Install(msgspec.Struct, frozen=True, tag=True):
-    """Read the adapter at `path`, check that its content is `digest`, put it into table row `row`; answer Installed."""
+class AllocateArena(msgspec.Struct, frozen=True, tag=True):
+    """Size and allocate the adapter arena for start-up adapters of these sizes (bytes on one rank)."""
 
-    row: int
+    startup: list[int]
+
+
+class Store(msgspec.Struct, frozen=True, tag=True):
+    """Read the adapter at `path`, check that its content is `digest`, keep it packed as `version`; answer Stored."""
+
+    version: int
     path: str
     digest: str
 
 
-class Remove(msgspec.Struct, frozen=True, tag=True):
+class Stored(msgspec.Struct, frozen=True, tag=True):
+    error: ErrorInfo | None = None
+
+
+class Place(msgspec.Struct, frozen=True, tag=True):
+    """Copy a stored adapter into the arena and fill table row `row`."""
+
+    version: int
     row: int
 
 
-class Installed(msgspec.Struct, frozen=True, tag=True):
-    error: ErrorInfo | None = None
+class Evict(msgspec.Struct, frozen=True, tag=True):
+    """Out of the arena; the packed copy stays."""
+
+    version: int
+
+
+class Drop(msgspec.Struct, frozen=True, tag=True):
+    """Free an adapter everywhere."""
+
+    version: int
 
 
 class AllocateKV(msgspec.Struct, frozen=True, tag=True):
     """Size and allocate the KV pool, then warm up: start-up adapters are in."""
 
 
-FollowerMessage = StepPlan | Install | Remove | AllocateKV
+FollowerMessage = StepPlan | AllocateArena | Store | Place | Evict | Drop | AllocateKV
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(FollowerMessage).decode
-decode_installed = msgspec.msgpack.Decoder(Installed).decode
+decode_stored = msgspec.msgpack.Decoder(Stored).decode
 
 
 class Followers:
@@ -50,10 +71,10 @@ class Followers:
             connection.send_bytes(data)
         return True
 
-    def install(self, message: Install) -> ErrorInfo | None:
-        """Installs on all followers; the first error, if any rank had one."""
+    def store(self, message: Store) -> ErrorInfo | None:
+        """Stores on all followers; the first error, if any rank had one."""
         self.send(message)
-        answers = [decode_installed(connection.recv_bytes()) for connection in self._connections]
+        answers = [decode_stored(connection.recv_bytes()) for connection in self._connections]
         return next((a.error for a in answers if a.error is not None), None)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from loraplex.engine.config import Config
 from loraplex.engine.inputs import StepInputs, build_inputs
 from loraplex.engine.lora.backend import make_backend
 from loraplex.engine.lora.pool import AdapterPool
-from loraplex.engine.memory import available_bytes, num_kv_pages, parameter_bytes
+from loraplex.engine.memory import arena_bytes, available_bytes, num_kv_pages, parameter_bytes
 from loraplex.engine.messages import TokenLogprobs
 from loraplex.engine.model_config import DTYPES, read_eos_token_ids, read_model_spec
 from loraplex.engine.models import build_model
@@ -54,12 +54,10 @@ class ModelRunner:
         self.lora = make_backend(config.lora.lora_backend)
         self.adapters = AdapterPool(
             self.model,
-            parallel,
             device,
             self.dtype,
             dense_op=self.lora.add_,
             expert_op=expert_lora_op(config.lora.lora_use_virtual_experts),
-            enabled=bool(config.lora.enable_lora),
         )
 
     def _load(self) -> CausalLM:
@@ -71,6 +69,20 @@ class ModelRunner:
         return model
 
     # ---- memory
+
+    def allocate_arena(self, startup: list[int]) -> None:
+        """Sizes and allocates the adapter arena, after weights, before KV; all ranks get the same size.
+
+        startup: bytes of each start-up adapter on one rank.
+        """
+        lora = self.config.lora
+        available = available_bytes(self.device, self.config.cache.mem_fraction_static)
+        size = arena_bytes(lora.memory_bytes, startup, available, self.device)
+        size = int(self.parallel.all_gather_last(torch.tensor([size], device=self.device)).min())
+        try:
+            self.adapters.allocate(size, lora.table_rows)
+        except RuntimeError as error:
+            raise ValueError(f"--lora-memory: {size} bytes cannot be had on {self.device}") from error
 
     def allocate_kv(self) -> int:
         """Sizes and allocates the KV pool, after weights and start-up adapters; all ranks get the same pages."""

@@ -4,14 +4,16 @@ A step takes every running sequence that has a token to compute (one token each 
 lasts), then admits waiting ones while the chunk budget, rows and pages allow. Mixing keeps running streams moving while
 long prompts are read. When pages run out the newest running sequence is preempted and recomputed later, so the oldest
 always finishes. A waiting sequence whose adapter finds no slot is passed by others, but not for longer than
-`ADAPTER_WAIT_LIMIT_S`: then it runs, and adapters take turns.
+`ADAPTER_WAIT_LIMIT_S`: then it runs, and adapters take turns. One whose adapter finds no room on the device is passed
+as well; after that time no sequence with an adapter behind it is admitted before it has run.
 """
 
 import random
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
+from typing import Protocol
 
 from loraplex.engine.kv_cache import PagePool
 from loraplex.engine.lora.registry import AdapterRegistry, AdapterVersion
@@ -37,6 +39,14 @@ class Limits:
     eos_token_ids: frozenset[int]
 
 
+class Residency(Protocol):
+    """Which adapters are on the device: `engine.lora.residency`."""
+
+    def ensure(self, version: AdapterVersion, keep: Set[AdapterVersion]) -> bool: ...
+
+    def touch(self, used: Iterable[AdapterVersion]) -> None: ...
+
+
 class Scheduler:
     """Owns every live request. `next_batch` → run → `commit`, from one thread."""
 
@@ -45,6 +55,7 @@ class Scheduler:
         limits: Limits,
         pool: PagePool,
         adapters: AdapterRegistry,
+        residency: Residency,
         *,
         seed: int = 0,
         preempt_every: int | None = None,
@@ -53,6 +64,7 @@ class Scheduler:
         self.limits = limits
         self.pool = pool
         self.adapters = adapters
+        self.residency = residency
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -127,9 +139,10 @@ class Scheduler:
         turn = self._adapters_of_step()
         budget = self._continue_running(batch, turn)
         self._admit(batch, turn, budget)
-        for seq in batch.seqs:
-            if seq.adapter is not None:
-                seq.adapter.last_step = self.step
+        used = dict.fromkeys(seq.adapter for seq in batch.seqs if seq.adapter is not None)
+        for adapter in used:
+            adapter.last_step = self.step
+        self.residency.touch(used)
         return batch or None
 
     def commit(self, batch: Batch, result: StepResult) -> list[TokenOut]:
@@ -231,9 +244,11 @@ class Scheduler:
 
     def _admit(self, batch: Batch, turn: set[AdapterVersion], budget: int) -> None:
         """Starts waiting sequences in order of arrival. One that finds no pages holds back all behind it (else a long
-        prompt would starve); one that finds no adapter slot is passed."""
+        prompt would starve); one that finds no adapter slot, or no room for its adapter, is passed."""
         in_use = {seq.adapter for seq in self.running if seq.adapter is not None}
         overdue = self._clock() - ADAPTER_WAIT_LIMIT_S
+        no_room: set[AdapterVersion] = set()
+        draining = False
         for seq in list(self.waiting):
             if budget <= 0 or not self._free_rows:
                 return
@@ -241,6 +256,13 @@ class Scheduler:
             has_slot = adapter is None or adapter in in_use or len(in_use) < self.limits.adapter_slots
             if not has_slot and seq.queued_at > overdue:
                 continue
+            if adapter is not None:
+                if draining or adapter in no_room:
+                    continue
+                if not self.residency.ensure(adapter, keep=in_use):
+                    no_room.add(adapter)
+                    draining = seq.queued_at <= overdue
+                    continue
             if not self._start(seq):
                 return
             if adapter is not None:

@@ -12,7 +12,7 @@ from loraplex.engine.config import Config
 from loraplex.engine.device import resolve_device
 from loraplex.engine.loop import EngineLoop
 from loraplex.engine.lora.errors import AdapterError
-from loraplex.engine.lora.loader import read
+from loraplex.engine.lora.loader import NO_HOST_MEMORY, read
 from loraplex.engine.messages import ErrorInfo, Fatal, encode
 from loraplex.engine.outbox import Outbox
 from loraplex.engine.parallel import init_parallel
@@ -66,28 +66,33 @@ def _follow(config: Config, rank: int, connection: Connection, rendezvous: str) 
         except EOFError:
             parallel.close()
             return
-        if isinstance(message, ranks.AllocateKV):
+        if isinstance(message, ranks.AllocateArena):
+            runner.allocate_arena(message.startup)
+        elif isinstance(message, ranks.AllocateKV):
             runner.allocate_kv()
             runner.warm_up()
             gc.freeze()
-        elif isinstance(message, ranks.Install):
-            connection.send_bytes(ranks.encode(ranks.Installed(_install(runner, config, message))))
-        elif isinstance(message, ranks.Remove):
-            runner.adapters.remove(message.row)
+        elif isinstance(message, ranks.Store):
+            connection.send_bytes(ranks.encode(ranks.Stored(_store(runner, config, message))))
+        elif isinstance(message, ranks.Place):
+            runner.adapters.place(message.version, message.row)
+        elif isinstance(message, ranks.Evict):
+            runner.adapters.evict(message.version)
+        elif isinstance(message, ranks.Drop):
+            runner.adapters.drop(message.version)
         else:
             runner.execute(message, None)
 
 
-def _install(runner: ModelRunner, config: Config, message: ranks.Install) -> ErrorInfo | None:
+def _store(runner: ModelRunner, config: Config, message: ranks.Store) -> ErrorInfo | None:
     """Reads the adapter again on this rank: its files must still be those that rank 0 has checked."""
     try:
         adapter = read(message.path, runner.adapters.sites, config.lora, runner.dtype)
         if adapter.digest != message.digest:
             raise AdapterError("the adapter's files changed while it was being loaded; load it again", status=409)
-        runner.adapters.install(message.row, adapter)
+        runner.adapters.store(message.version, runner.adapters.pack(adapter))
     except AdapterError as error:
         return ErrorInfo(status=error.status, message=str(error), param="lora_path")
-    except (MemoryError, RuntimeError):  # torch's out-of-memory error is a RuntimeError
-        runner.adapters.remove(message.row)
-        return ErrorInfo(status=507, message="The adapter does not fit into device memory.", code="no_memory")
+    except MemoryError:
+        return NO_HOST_MEMORY
     return None

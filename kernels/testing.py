@@ -70,6 +70,48 @@ def random_weights(
     )
 
 
+Delta = tuple[torch.Tensor, torch.Tensor, float]
+"""A [(E or 1,) r, in], B [(E or 1,) out, r] and scale, as an adapter file has them."""
+
+
+def weights_of(
+    rows: Sequence[Sequence[Delta | None]], in_features: Sequence[int], slices: Sequence[int], num_experts: int = 1
+) -> LoRAWeights:
+    """An arena that holds these deltas, [rows][C], and its tables. Gaps are NaN."""
+    places = np.zeros((len(rows), len(slices), 4), dtype=np.int64)
+    ranks = np.zeros((len(rows), len(slices)), dtype=np.int32)
+    scales = np.zeros((len(rows), len(slices)), dtype=np.float32)
+    pieces = [torch.full((ALIGN,), torch.nan)]
+    end = ALIGN
+    for row, deltas in enumerate(rows):
+        for part, delta in enumerate(deltas):
+            if delta is None:
+                continue
+            a, b, scales[row, part] = delta
+            ranks[row, part] = a.shape[-2]
+            for column, matrices in ((0, a), (1, b.mT)):
+                m_EX = matrices.reshape(len(matrices) if matrices.dim() == 3 else 1, -1)
+                assert m_EX.shape[0] in (1, num_experts)
+                gap = m_EX.new_full((len(m_EX), -m_EX.shape[1] % ALIGN), torch.nan)
+                padded = torch.cat((m_EX, gap), dim=1)
+                places[row, part, column] = end
+                places[row, part, 2 + column] = 0 if len(m_EX) == 1 else padded.shape[1]
+                pieces.append(padded.flatten())
+                end += padded.numel()
+    return LoRAWeights(
+        arena=torch.cat(pieces),
+        places=torch.from_numpy(places),
+        ranks=torch.from_numpy(ranks),
+        scales=torch.from_numpy(scales),
+        host_places=places,
+        host_ranks=ranks,
+        host_scales=scales,
+        in_features=tuple(in_features),
+        slices=tuple(slices),
+        num_experts=num_experts,
+    )
+
+
 def request_slots(
     popularity: Popularity, requests: int, slots: int, *, base_share: float = 0.2, seed: int = 0
 ) -> list[int]:

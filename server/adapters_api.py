@@ -6,7 +6,6 @@ room.
 """
 
 import asyncio
-from typing import ClassVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -23,11 +22,11 @@ from loraplex.server.wire import Wire
 
 
 class LoadAdapterRequest(Wire):
-    not_built: ClassVar = {"pinned": (False,)}
-
     lora_name: str
     lora_path: str
     load_inplace: bool = False
+    pinned: bool = False
+    """Stays on the device once it is there."""
 
 
 class UnloadAdapterRequest(Wire):
@@ -44,7 +43,7 @@ async def _load(front: Front, request: Request) -> AdapterInfo:
     except ValueError as exc:
         raise InvalidRequestError(str(exc), param="lora_name") from None
     path = await asyncio.to_thread(resolve, fields.lora_path, lora.adapter_root)
-    return await front.engine.load_adapter(fields.lora_name, path, replace=fields.load_inplace)
+    return await front.engine.load_adapter(fields.lora_name, path, replace=fields.load_inplace, pinned=fields.pinned)
 
 
 async def _unload(front: Front, request: Request) -> str:

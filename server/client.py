@@ -133,11 +133,11 @@ class EngineClient:
         self._send(Submit(request=request))
         return stream
 
-    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
         def loaded(result: dict[str, Any]) -> None:
             self.adapters[name] = msgspec.convert(result, AdapterInfo)
 
-        message = LoadAdapter(op=next(self._op_numbers), name=name, path=path, replace=replace)
+        message = LoadAdapter(op=next(self._op_numbers), name=name, path=path, replace=replace, pinned=pinned)
         return msgspec.convert(await self._operate(message, loaded), AdapterInfo)
 
     async def unload_adapter(self, name: str) -> None:

@@ -48,7 +48,7 @@ class Engine(Protocol):
         """Raises EngineError 503 when the engine is dead or the queue is full."""
         ...
 
-    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
         """Raises EngineError: 400 invalid, 404 no files, 409 name taken, 422 invalid adapter, 507 no room."""
         ...
 

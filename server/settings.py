@@ -58,6 +58,8 @@ class Setting:
     def _one(self, value: Any) -> Any:
         if self.metadata["item"] is not None:
             return self.metadata["item"](value)
+        if self.metadata["amount"] and type(value) is int:
+            value = str(value)
         accepted = (int, float) if self.kind is float else self.kind
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.kind is not bool):
             raise ValueError(f"{value!r} is not {KIND_WORDS[self.kind]}")

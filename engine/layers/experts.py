@@ -11,7 +11,7 @@ from loraplex.engine.layers.checkpoint import CheckpointTensor, Piece, plain
 from loraplex.engine.parallel import Parallel
 from loraplex.kernels.elementwise import silu_mul
 from loraplex.kernels.lora.experts import ExpertLoRAOp, virtual_experts_add_
-from loraplex.kernels.lora.weights import ExpertLoRAWeights
+from loraplex.kernels.lora.weights import LoRAWeights
 from loraplex.kernels.moe.grouped_gemm import grouped_gemm
 from loraplex.kernels.moe.routing import combine, sort_by_expert
 
@@ -37,7 +37,7 @@ class Experts(nn.Module):
         """[E, 2I, D], gate rows first."""
         self.w2 = nn.Parameter(torch.empty(num_experts, hidden, self.local))
         """[E, D, I]."""
-        self.lora: ExpertLoRAWeights | None = None
+        self.lora: LoRAWeights | None = None
         self.lora_op: ExpertLoRAOp = virtual_experts_add_
 
     def forward(

@@ -1,4 +1,4 @@
-"""Adapter folders → host tensors, off the step loop: one thread reads, parses and validates; the loop installs."""
+"""Adapter folders → packed host copies, off the step loop: one thread reads, parses, validates and packs."""
 
 import logging
 import time
@@ -12,11 +12,26 @@ from loraplex.engine.config import LoRAConfig
 from loraplex.engine.lora.adapter import HostAdapter
 from loraplex.engine.lora.dummy import DUMMY_PREFIX, dummy_adapter, parse_dummy_spec
 from loraplex.engine.lora.errors import AdapterError
+from loraplex.engine.lora.packed import PackedAdapter
+from loraplex.engine.lora.pool import AdapterPool
 from loraplex.engine.lora.reader import read_adapter
-from loraplex.engine.messages import ErrorInfo, LoadAdapter
+from loraplex.engine.messages import AdapterInfo, ErrorInfo, LoadAdapter
 from loraplex.engine.models.sites import Site
 
 log = logging.getLogger(__name__)
+
+
+NO_HOST_MEMORY = ErrorInfo(
+    status=507, message="The host has no memory left for the adapter.", code="no_memory", type="server_error"
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A packed adapter and what is told about it, its version still open."""
+
+    info: AdapterInfo
+    packed: PackedAdapter
 
 
 @dataclass(frozen=True)
@@ -24,8 +39,7 @@ class Loaded:
     """What reading one adapter came to; put into the engine's inbox."""
 
     request: LoadAdapter
-    adapter: HostAdapter | None
-    error: ErrorInfo | None = None
+    result: Prepared | ErrorInfo
 
 
 def read(path: str, sites: Mapping[str, Site], config: LoRAConfig, dtype: torch.dtype) -> HostAdapter:
@@ -36,18 +50,40 @@ def read(path: str, sites: Mapping[str, Site], config: LoRAConfig, dtype: torch.
     return read_adapter(path, sites, max_rank=config.max_lora_rank, strict=config.lora_strict_loading)
 
 
+def prepare(request: LoadAdapter, pool: AdapterPool, config: LoRAConfig, dtype: torch.dtype) -> Prepared:
+    """Reads and packs. Raises AdapterError and MemoryError."""
+    adapter = read(request.path, pool.sites, config, dtype)
+    packed = pool.pack(adapter)
+    info = AdapterInfo(
+        name=request.name,
+        path=request.path,
+        digest=adapter.digest,
+        version=0,
+        rank_min=adapter.rank_min,
+        rank_max=adapter.rank_max,
+        layout=adapter.layout,
+        bytes=packed.nbytes,
+        pinned=request.pinned,
+        num_tensors=adapter.num_tensors,
+        ignored_tensors=list(adapter.ignored),
+        modules=adapter.modules,
+        notes=list(adapter.notes),
+    )
+    return Prepared(info, packed)
+
+
 class AdapterLoader:
     """Reads adapters one after the other, in the order they were asked for."""
 
     def __init__(
         self,
-        sites: Mapping[str, Site],
+        pool: AdapterPool,
         config: LoRAConfig,
         dtype: torch.dtype,
         done: Callable[[Loaded], None],
         delay_s: float = 0.0,
     ) -> None:
-        self._sites = sites
+        self._pool = pool
         self._config = config
         self._dtype = dtype
         self._done = done
@@ -62,14 +98,17 @@ class AdapterLoader:
 
     def _load(self, request: LoadAdapter) -> None:
         time.sleep(self._delay_s)
+        self._done(Loaded(request, self._result(request)))
+
+    def _result(self, request: LoadAdapter) -> Prepared | ErrorInfo:
         try:
-            adapter = read(request.path, self._sites, self._config, self._dtype)
+            return prepare(request, self._pool, self._config, self._dtype)
         except AdapterError as error:
-            self._done(Loaded(request, None, ErrorInfo(status=error.status, message=str(error), param="lora_path")))
+            return ErrorInfo(status=error.status, message=str(error), param="lora_path")
+        except MemoryError:
+            return NO_HOST_MEMORY
         except Exception:
             # Whatever a hostile file provokes is that load's failure, never the engine's.
             log.exception("reading adapter %r failed", request.name)
             message = "The adapter could not be read; the server's log has the details."
-            self._done(Loaded(request, None, ErrorInfo(status=422, message=message, param="lora_path")))
-        else:
-            self._done(Loaded(request, adapter))
+            return ErrorInfo(status=422, message=message, param="lora_path")

@@ -1,13 +1,13 @@
-"""Adapters of all ranks as the step loop sees them: install what was read, publish the name, free what nobody uses."""
+"""Adapters of all ranks as the step loop sees them: store what was read, publish the name, free what nobody uses."""
 
 import msgspec
 
 from loraplex.engine import ranks
 from loraplex.engine.config import LoRAConfig
-from loraplex.engine.lora.adapter import HostAdapter
 from loraplex.engine.lora.loader import Loaded
 from loraplex.engine.lora.pool import AdapterPool
 from loraplex.engine.lora.registry import AdapterRegistry, AdapterVersion
+from loraplex.engine.lora.residency import Residency
 from loraplex.engine.messages import AdapterInfo, ErrorInfo, LoadAdapter, Reply, UnloadAdapter
 
 
@@ -16,34 +16,58 @@ class AdapterManager:
 
     def __init__(self, config: LoRAConfig, pool: AdapterPool, followers: ranks.Followers) -> None:
         self.registry = AdapterRegistry()
-        self.bytes = 0
-        """Bytes of all installed adapters on this rank's device."""
+        self.residency = Residency(pool, followers, config.table_rows, config.lora_eviction_policy)
         self._config = config
         self._pool = pool
         self._followers = followers
-        self._bytes_of_row: dict[int, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all resident adapters on this rank's device."""
+        return self._pool.used_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all packed copies of this rank."""
+        return self._pool.host_bytes
 
     def finish_load(self, loaded: Loaded) -> Reply:
-        """Installs a read adapter on every rank and publishes it; the reply holds its AdapterInfo or the error."""
+        """Stores a read adapter on every rank, publishes it and makes it resident if that is possible now; the reply
+        holds its AdapterInfo or the error."""
+        assert self._config.enable_lora
         request = loaded.request
-        if loaded.adapter is None:
-            return Reply(op=request.op, error=loaded.error)
+        if isinstance(loaded.result, ErrorInfo):
+            return Reply(op=request.op, error=loaded.result)
+        info, packed = loaded.result.info, loaded.result.packed
         current = self.registry.get(request.name)
-        if current is not None and current.info.digest == loaded.adapter.digest:
-            return _report(request, current.info)
-        error = self._refusal(request, current)
-        if error is not None:
-            return Reply(op=request.op, error=error)
+        if current is not None and current.info.digest == info.digest:
+            packed.buffer.close()
+            return self._pin(request, current)
         self.sweep()
-        row = self.registry.new_row()
-        error = self._install(row, request.path, loaded.adapter)
+        error = self._refusal(request, current, packed.nbytes)
         if error is not None:
-            self._remove(row)
-            self.registry.drop_row(row)
+            packed.buffer.close()
             return Reply(op=request.op, error=error)
-        info = _info(request, loaded.adapter, self.registry.new_version(), self._bytes_of_row[row])
-        self.registry.publish(AdapterVersion(info, row))
+        info = msgspec.structs.replace(info, version=self.registry.new_version())
+        self._pool.store(info.version, packed)
+        error = self._followers.store(ranks.Store(info.version, request.path, info.digest))
+        if error is not None:
+            self._drop(info.version)
+            return Reply(op=request.op, error=error)
+        version = AdapterVersion(info)
+        self.registry.publish(version)
+        self.sweep()
+        self.residency.ensure(version, keep=self.registry.held())
         return _report(request, info)
+
+    def _pin(self, request: LoadAdapter, current: AdapterVersion) -> Reply:
+        """The content is loaded already: only whether it is pinned can change."""
+        if request.pinned != current.info.pinned:
+            error = self._pinned_refusal(request, current, current.info.bytes)
+            if error is not None:
+                return Reply(op=request.op, error=error)
+            current.info = msgspec.structs.replace(current.info, pinned=request.pinned)
+        return _report(request, current.info)
 
     def unload(self, message: UnloadAdapter) -> Reply:
         """Takes the name away at once; requests in flight finish on the version they hold."""
@@ -54,11 +78,12 @@ class AdapterManager:
         return Reply(op=message.op, result={})
 
     def sweep(self) -> None:
-        """Clears the rows of versions that became unused."""
+        """Frees versions that became unused, on device and host."""
         for version in self.registry.take_freed():
-            self._remove(version.row)
+            self.residency.evict(version)
+            self._drop(version.info.version)
 
-    def _refusal(self, request: LoadAdapter, current: AdapterVersion | None) -> ErrorInfo | None:
+    def _refusal(self, request: LoadAdapter, current: AdapterVersion | None, nbytes: int) -> ErrorInfo | None:
         if current is not None and not request.replace:
             return ErrorInfo(
                 status=409,
@@ -74,37 +99,38 @@ class AdapterManager:
                 code="too_many_adapters",
                 param="lora_name",
             )
-        return None
+        bound = self._config.host_memory_bytes
+        replaced = current.info.bytes if current is not None and current.refs == 0 else 0
+        if bound is not None and self.host_bytes - replaced + nbytes > bound:
+            return ErrorInfo(
+                status=507,
+                message=f"The loaded adapters take {self.host_bytes} bytes and this one {nbytes}, together more than "
+                f"the {bound} of --lora-host-memory; unload one first.",
+                code="no_memory",
+                param="lora_name",
+            )
+        return self._pinned_refusal(request, current, nbytes)
 
-    def _install(self, row: int, path: str, adapter: HostAdapter) -> ErrorInfo | None:
-        try:
-            self._bytes_of_row[row] = self._pool.install(row, adapter)
-        except (MemoryError, RuntimeError):  # torch's out-of-memory error is a RuntimeError
-            return ErrorInfo(status=507, message="The adapter does not fit into device memory.", code="no_memory")
-        self.bytes += self._bytes_of_row[row]
-        return self._followers.install(ranks.Install(row, path, adapter.digest))
+    def _pinned_refusal(self, request: LoadAdapter, current: AdapterVersion | None, nbytes: int) -> ErrorInfo | None:
+        """Beside the pinned adapters there must be room for each other one, or its requests would wait for ever."""
+        others = [v.info for v in self.registry.published() if v is not current]
+        pinned = [info.bytes for info in others if info.pinned]
+        evictable = [info.bytes for info in others if not info.pinned]
+        (pinned if request.pinned else evictable).append(nbytes)
+        most = self._pool.capacity_bytes
+        if sum(pinned) + max(evictable, default=0) <= most and len(pinned) < self._config.table_rows:
+            return None
+        return ErrorInfo(
+            status=507,
+            message=f"{len(pinned)} pinned adapters take {sum(pinned)} bytes and the largest other one "
+            f"{max(evictable, default=0)}, together more than the {most} of --lora-memory; pin fewer.",
+            code="no_memory",
+            param="pinned",
+        )
 
-    def _remove(self, row: int) -> None:
-        self.bytes -= self._bytes_of_row.pop(row, 0)
-        self._pool.remove(row)
-        self._followers.send(ranks.Remove(row))
-
-
-def _info(request: LoadAdapter, adapter: HostAdapter, version: int, device_bytes: int) -> AdapterInfo:
-    return AdapterInfo(
-        name=request.name,
-        path=request.path,
-        digest=adapter.digest,
-        version=version,
-        rank_min=adapter.rank_min,
-        rank_max=adapter.rank_max,
-        layout=adapter.layout,
-        bytes=device_bytes,
-        num_tensors=adapter.num_tensors,
-        ignored_tensors=list(adapter.ignored),
-        modules=adapter.modules,
-        notes=list(adapter.notes),
-    )
+    def _drop(self, version: int) -> None:
+        self._followers.send(ranks.Drop(version))
+        self._pool.drop(version)
 
 
 def _report(request: LoadAdapter, info: AdapterInfo) -> Reply:

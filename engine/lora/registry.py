@@ -10,14 +10,19 @@ class AdapterVersion:
     """One loaded content under one name. In-flight requests keep the version they began with."""
 
     info: AdapterInfo
-    row: int
-    """Row in the resident-adapter tables of every layer."""
+    row: int = -1
+    """Row in the tables of every layer while it is resident in the arena, else −1; `Residency` sets it."""
     refs: int = 0
     """Requests (not choices) holding a lease."""
     retired: bool = False
     """Replaced or unloaded: answers no new request, goes when the last lease is released."""
     last_step: int = 0
     """Step that served it last; adapters that compete for slots take turns by it."""
+
+    @property
+    def stays(self) -> bool:
+        """Pinned: not evicted for others."""
+        return self.info.pinned and not self.retired
 
 
 class AdapterRegistry:
@@ -28,7 +33,6 @@ class AdapterRegistry:
         self._versions: set[AdapterVersion] = set()
         self._freed: list[AdapterVersion] = []
         self._next_version = 1
-        self._used_rows: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -36,22 +40,15 @@ class AdapterRegistry:
     def get(self, name: str) -> AdapterVersion | None:
         return self._by_name.get(name)
 
+    def published(self) -> list[AdapterVersion]:
+        return list(self._by_name.values())
+
     def infos(self) -> list[AdapterInfo]:
         return [v.info for v in self._by_name.values()]
 
     def new_version(self) -> int:
         self._next_version += 1
         return self._next_version - 1
-
-    def new_row(self) -> int:
-        """Lowest unused table row; used until the version that gets it is freed (or `drop_row`)."""
-        row = next(r for r in range(len(self._used_rows) + 1) if r not in self._used_rows)
-        self._used_rows.add(row)
-        return row
-
-    def drop_row(self, row: int) -> None:
-        """Gives back a row whose adapter could not be installed."""
-        self._used_rows.remove(row)
 
     def publish(self, version: AdapterVersion) -> None:
         """Makes the version answer to its name from now on; the one it replaces retires."""
@@ -75,11 +72,13 @@ class AdapterRegistry:
         self._free_if_unused(version)
 
     def take_freed(self) -> list[AdapterVersion]:
-        """Versions that became unused since the last call. The caller clears their rows on every rank before it asks
-        for a new one."""
+        """Versions that became unused since the last call; the caller frees their bytes on every rank."""
         freed, self._freed = self._freed, []
-        self._used_rows.difference_update(version.row for version in freed)
         return freed
+
+    def held(self) -> set[AdapterVersion]:
+        """Versions that a request holds."""
+        return {version for version in self._versions if version.refs > 0}
 
     def refs(self) -> dict[str, int]:
         return {f"{v.info.name}@{v.info.version}": v.refs for v in self._versions}

@@ -13,6 +13,13 @@ from kit.adapters import make_a, make_adapter
 from kit.oracle import Oracle
 from kit.server import Server, assert_idle, serve
 
+from loraplex.engine.lora.packed import lay_out
+from loraplex.engine.lora.reader import read_adapter
+from loraplex.engine.model_config import read_model_spec
+from loraplex.engine.models import build_model
+from loraplex.engine.models.sites import lora_sites
+from loraplex.engine.parallel import Parallel
+
 PROMPT = "The quick brown fox"
 IDS = list(PROMPT.encode())
 
@@ -296,17 +303,27 @@ def test_g15_bos_is_not_doubled() -> None:
         assert post(bos, "/v1/completions", {"model": "t1", "prompt": [97]}).json()["usage"]["prompt_tokens"] == 1
 
 
+def bytes_of_two_ranks(model_dir: Path, folder: Path) -> int:
+    """What an adapter takes on each of two ranks."""
+    model = build_model(read_model_spec(model_dir), Parallel(0, 2), torch.float32, torch.device("meta"))
+    sites = lora_sites(model)
+    return 4 * lay_out(read_adapter(folder, sites, max_rank=64), sites)[0].numel
+
+
 def test_two_ranks_serve_adapters(t1: Path, t1_oracle: Oracle, adapters: dict[str, Path]) -> None:
+    """In memory for two of the three: every rank evicts and restores alike."""
+    room = sum(bytes_of_two_ranks(t1, adapters[name]) for name in ("A1", "exp"))
     device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
     flags = ["--served-model-name", "t1", "--tp-size", "2", "--device", device]
     flags += ["--adapter-root", str(adapters["A1"].parent)]
+    flags += ["--lora-memory", str(room)]
     with serve(t1, *flags, "--lora-paths", f"A1={adapters['A1']}", f"exp={adapters['exp']}") as tp:
         for name in ("t1", "A1", "exp"):
             check_against(t1_oracle, ask(tp, name), IDS, adapters.get(name))
         load = {"lora_name": "late", "lora_path": str(adapters["A2"])}
         assert post(tp, "/v1/load_lora_adapter", load).status_code == 200
         with ThreadPoolExecutor(4) as pool:
-            names = ["late", "A1", "t1", "late"]
+            names = ["late", "A1", "t1", "late", "exp", "A1", "late"]
             for name, choice in zip(names, pool.map(lambda n: ask(tp, n), names), strict=True):
                 check_against(t1_oracle, choice, IDS, adapters.get("A2" if name == "late" else name))
         assert post(tp, "/v1/unload_lora_adapter", {"lora_name": "late"}).status_code == 200

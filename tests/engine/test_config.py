@@ -59,6 +59,8 @@ from loraplex.engine import config as c
             {"max_loaded_loras": 1, "max_loras_per_batch": 1, "lora_paths": ("a=x", "b=y")},
             "--max-loaded-loras 1 is less than the 2 adapters of --lora-paths",
         ),
+        (c.LoRAConfig, {"lora_memory": "lots"}, "--lora-memory: 'lots' is no amount of memory; write 8GB, 512MiB"),
+        (c.LoRAConfig, {"lora_host_memory": "auto"}, "--lora-host-memory: 'auto' is no amount of memory"),
         (c.ServerConfig, {"port": 65536}, "--port"),
         (c.ServerConfig, {"api_key": ("",)}, "--api-key"),
     ],
@@ -81,6 +83,13 @@ def test_derived_values() -> None:
     assert c.LoRAConfig(lora_paths=("a=x=y",)).adapters == (("a", "x=y"),)
     assert c.LoRAConfig(lora_paths=("a=x",)).enable_lora is True
     assert c.LoRAConfig().enable_lora is False
+    assert c.LoRAConfig().memory_bytes is None
+    assert c.LoRAConfig().host_memory_bytes is None
+    assert c.LoRAConfig(lora_memory="8GB", lora_host_memory="1GiB").memory_bytes == 8 * 10**9
+    assert c.LoRAConfig(lora_memory="8GB", lora_host_memory="1GiB").host_memory_bytes == 1 << 30
+    assert c.LoRAConfig().table_rows == 256
+    assert c.LoRAConfig(max_loaded_loras=9).table_rows == 9
+    assert c.LoRAConfig(max_loras_per_batch=300).table_rows == 300
     assert c.SchedulerConfig(chunked_prefill_size=-1).prefill_budget > 10**9
     assert c.SchedulerConfig(chunked_prefill_size=7).prefill_budget == 7
     assert c.ModelConfig(model_path="m", tokenizer_path="t").tokenizer_dir == "t"

@@ -14,6 +14,8 @@ from kit.adapters import make_a
 from kit.engine import TestEngine
 from kit.oracle import Oracle
 
+from loraplex.engine.lora.host_memory import HostBuffer
+
 pytestmark = pytest.mark.gpu
 
 N_PROMPTS = 24
@@ -82,8 +84,32 @@ def test_base_rows_are_bit_identical_whatever_adapters_do(t1: Path) -> None:
     assert ask(engine, [None] * 12) == off
 
 
+def test_host_copies_are_pinned_and_evicted_adapters_answer_alike(t1: Path) -> None:
+    buffer = HostBuffer(1000, torch.bfloat16, torch.device("cuda"))
+    assert buffer.tensor.is_pinned()
+    buffer.close()
+    work = prompts()[:12]
+    adapters = {f"a{i}": make_a(i, t1) for i in range(1, 6)}
+    names = [f"a{i % 5 + 1}" for i in range(12)]
+    roomy = TestEngine(t1, adapters, device="cuda")
+    expected = [roomy.generate([p], [n], max_tokens=6) for p, n in zip(work, names, strict=True)]
+    room = 2 * max(info.bytes for info in roomy.loop.manager.registry.infos())
+    tight = TestEngine(t1, {}, device="cuda", lora_memory=str(room))
+    for name, folder in adapters.items():
+        assert tight.load(name, folder).error is None
+    assert [tight.generate([p], [n], max_tokens=6) for p, n in zip(work, names, strict=True)] == expected
+    for name in adapters:
+        assert tight.unload(name).error is None
+    assert (tight.loop.manager.bytes, tight.loop.manager.host_bytes) == (0, 0)
+
+
 def test_engine_sizes_its_kv_from_device_memory(t1: Path) -> None:
-    engine = TestEngine(t1, device="cuda", dtype="bfloat16", max_total_tokens=None, mem_fraction_static=0.5)
+    engine = TestEngine(
+        t1, device="cuda", dtype="bfloat16", max_total_tokens=None, mem_fraction_static=0.5, lora_memory="auto"
+    )
     table = dict(engine.loop.runner.memory_table)
-    assert set(table) == {"weights", "activations", "KV pool"}
+    arena = next(name for name in table if name.startswith("adapters"))
+    assert set(table) == {"weights", arena, "activations", "KV pool"}
+    left = 0.5 * torch.cuda.mem_get_info()[1] - table["weights"]
+    assert 0.5 * left < 10 * table[arena] <= left
     assert engine.generate([[1, 2, 3]])[0]

@@ -5,7 +5,7 @@ page freed too early, a wrong prefix match, a lost token after preemption or a m
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 
 import pytest
@@ -50,6 +50,7 @@ class Device:
             adapter = seq.adapter.info.name if seq.adapter else ""
             assert (plan.slots[i] < 0) == (seq.adapter is None)
             if seq.adapter:
+                assert seq.adapter.row >= 0
                 assert plan.slot_rows[plan.slots[i]] == seq.adapter.row
             for j, p in enumerate(range(plan.seq_lens[i] - n, plan.seq_lens[i])):
                 token = plan.ids[at + j]
@@ -78,6 +79,34 @@ class Clock:
         return self.now
 
 
+class Memory:
+    """Stands for the arena: holds up to `size` adapters, evicts the least recently used."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.resident: list[AdapterVersion] = []
+        self.rows = 0
+
+    def ensure(self, version: AdapterVersion, keep: Set[AdapterVersion]) -> bool:
+        if version in self.resident:
+            return True
+        if len(self.resident) == self.size:
+            victim = next((v for v in self.resident if v not in keep), None)
+            if victim is None:
+                return False
+            self.resident.remove(victim)
+            victim.row = -1
+        self.resident.append(version)
+        version.row = self.rows
+        self.rows += 1
+        return True
+
+    def touch(self, used: Iterable[AdapterVersion]) -> None:
+        for version in used:
+            self.resident.remove(version)
+            self.resident.append(version)
+
+
 class Bench:
     def __init__(self, pages: int = 64, page_size: int = 4, adapters: int = 0, cache: bool = True, **limits) -> None:
         defaults = Limits(
@@ -88,10 +117,16 @@ class Bench:
         self.registry = AdapterRegistry()
         for i in range(adapters):
             self.load(f"a{i}")
+        self.memory = Memory(limits.pop("memory", 1000))
         preempt_every = limits.pop("preempt_every", None)
         self.pool = PagePool(pages, prefix_cache=cache)
         self.scheduler = Scheduler(
-            replace(defaults, **limits), self.pool, self.registry, preempt_every=preempt_every, clock=self.clock
+            replace(defaults, **limits),
+            self.pool,
+            self.registry,
+            self.memory,
+            preempt_every=preempt_every,
+            clock=self.clock,
         )
         self.device = Device(pages, page_size)
         self.outputs: dict[tuple[int, int], list[TokenOut]] = {}
@@ -102,7 +137,7 @@ class Bench:
             name=name, path="", digest=digest or name, version=self.registry.new_version(), rank_min=1, rank_max=1,
             layout="", bytes=0, num_tensors=1,
         )  # fmt: skip
-        self.registry.publish(AdapterVersion(info, self.registry.new_row()))
+        self.registry.publish(AdapterVersion(info))
 
     def add(self, id: int, prompt: list[int], max_tokens: int = 5, **kw) -> Request:
         sampling = SamplingParams(max_tokens=max_tokens, **kw.pop("sampling", {}))
@@ -228,11 +263,11 @@ def test_replaced_adapter_serves_its_requests_to_the_end() -> None:
     bench.add(2, [1, 2, 3], 6, adapter="a0")
     for _ in range(3):
         bench.step()
-    rows = {s.request.id: s.adapter.row for s in bench.scheduler.running}
-    assert rows[1] != rows[2]
+    versions = {s.request.id: s.adapter for s in bench.scheduler.running}
+    assert versions[1] is not versions[2]
     assert bench.registry.take_freed() == []
     bench.run()
-    assert [v.row for v in bench.registry.take_freed()] == [rows[1]]
+    assert bench.registry.take_freed() == [versions[1]]
 
 
 def test_unknown_adapter_is_refused_and_leaves_nothing() -> None:
@@ -349,6 +384,54 @@ def test_flooded_adapter_does_not_starve_a_waiting_one() -> None:
     assert bench.outputs[2, 0][-1].finish_reason, "the waiting adapter never ran"
     assert bench.clock.now <= 12.0
     bench.run(most=20_000)
+
+
+def test_adapter_without_room_is_passed_and_runs_when_room_is_there() -> None:
+    bench = Bench(adapters=3, adapter_slots=3, memory=1)
+    bench.add(1, [1], 30, adapter="a0")
+    bench.step()
+    cold = bench.add(2, [2], 2, adapter="a1")
+    bench.add(3, [3], 2)
+    bench.add(4, [4], 2, adapter="a0")
+    for _ in range(5):
+        bench.step()
+    assert bench.outputs[3, 0][-1].finish_reason
+    assert bench.outputs[4, 0][-1].finish_reason
+    assert (2, 0) not in bench.outputs
+    bench.run()
+    assert bench.tokens(2) == solo(cold, 2)
+
+
+def test_flood_does_not_keep_a_cold_adapter_off_the_device() -> None:
+    """Running sequences of a0 never end all at once; after the limit no new one is admitted before a1 has run."""
+    bench = Bench(pages=600, adapters=2, adapter_slots=2, max_running=8, memory=1)
+    bench.add(1, [1], 20, adapter="a0")
+    bench.step()
+    bench.add(2, [2], 3, adapter="a1")
+    for id in range(3, 400):
+        bench.clock.now += 0.1
+        bench.add(id, [id % VOCAB], 20, adapter="a0" if id % 4 else None)
+        bench.step()
+        if (2, 0) in bench.outputs and bench.outputs[2, 0][-1].finish_reason:
+            break
+    assert bench.outputs[2, 0][-1].finish_reason, "the cold adapter never ran"
+    assert 10.0 <= bench.clock.now <= 14.0
+    bench.run(most=20_000)
+
+
+def test_random_adapters_in_little_memory_get_their_own_tokens() -> None:
+    rng = random.Random(3)
+    bench = Bench(pages=60, adapters=6, adapter_slots=3, memory=2, preempt_every=5)
+    requests = []
+    for id in range(1, 60):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))]
+        adapter = rng.choice([None, *(f"a{i}" for i in range(6))])
+        requests.append(bench.add(id, prompt, rng.randrange(1, 9), adapter=adapter))
+        for _ in range(rng.randrange(3)):
+            bench.step()
+    bench.run()
+    for request in requests:
+        assert bench.tokens(request.id) == solo(request, request.sampling.max_tokens)
 
 
 def test_long_prompt_does_not_stop_running_streams() -> None:

@@ -40,7 +40,11 @@ class TestEngine:
             ModelConfig(model_path=str(model_dir), device=settings.pop("device", DEVICE)),
             CacheConfig(max_total_tokens=settings.pop("max_total_tokens", 2048)),
             SchedulerConfig(max_running_requests=settings.pop("max_running_requests", 32)),
-            LoRAConfig(enable_lora=True, lora_paths=tuple(f"{n}={p}" for n, p in (adapters or {}).items())),
+            LoRAConfig(
+                enable_lora=True,
+                lora_paths=tuple(f"{n}={p}" for n, p in (adapters or {}).items()),
+                lora_memory=settings.pop("lora_memory", "64MiB"),
+            ),
         ]
         for i, group in enumerate(groups):
             own = {k: settings.pop(k) for k in list(settings) if k in group.__dataclass_fields__}
@@ -70,8 +74,9 @@ class TestEngine:
     def abort(self, id: int) -> None:
         self.loop.inbox.put(Abort(id=id))
 
-    def load(self, name: str, path: Path | str, *, replace: bool = False) -> Reply:
-        return self._operation(LoadAdapter(op=self._new_op(), name=name, path=str(path), replace=replace))
+    def load(self, name: str, path: Path | str, *, replace: bool = False, pinned: bool = False) -> Reply:
+        message = LoadAdapter(op=self._new_op(), name=name, path=str(path), replace=replace, pinned=pinned)
+        return self._operation(message)
 
     def unload(self, name: str) -> Reply:
         return self._operation(UnloadAdapter(op=self._new_op(), name=name))

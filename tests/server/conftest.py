@@ -220,10 +220,10 @@ class ScriptedEngine:
         self.adapters[name] = info
         return info
 
-    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
         if name in self.adapters and not replace:
             raise EngineError(ErrorInfo(status=409, message=f"{name} is loaded", param="lora_name"))
-        self.loads.append((name, path, replace))
+        self.loads.append((name, path, replace, pinned))
         return self.add_adapter(name, path)
 
     async def unload_adapter(self, name: str) -> None:

@@ -83,6 +83,9 @@ def test_a_source_overrides_in_another_spelling(tmp_path: Path) -> None:
         ("--no_lora_use_virtual_experts", "lora", "lora_use_virtual_experts", False),
         ("--lora-backend torch_native", "lora", "lora_backend", "torch"),
         ("--mem-fraction-static .5", "cache", "mem_fraction_static", 0.5),
+        ("--lora-memory 8GB", "lora", "memory_bytes", 8 * 10**9),
+        ("--lora-host-memory 512MiB", "lora", "host_memory_bytes", 512 << 20),
+        ("--lora-eviction-policy fifo", "lora", "lora_eviction_policy", "fifo"),
         ("--served-model-name a b", "model", "served_model_name", ("a", "b")),
         ("--api-key k1 --api-key k2", "server", "api_key", ("k1", "k2")),
         ("--adapter-root x --adapter-root y", "lora", "adapter_root", ("x", "y")),
@@ -91,6 +94,12 @@ def test_a_source_overrides_in_another_spelling(tmp_path: Path) -> None:
 )
 def test_spellings(flags: str, group: str, field: str, value: object) -> None:
     assert getattr(getattr(config("m", *flags.split()), group), field) == value
+
+
+def test_amounts_of_memory_in_a_file(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "lora-memory: 4096\nlora-host-memory: 1GiB\n")
+    found = config("m", "--config", file).lora
+    assert (found.memory_bytes, found.host_memory_bytes) == (4096, 1 << 30)
 
 
 def test_lora_paths_in_every_form(tmp_path: Path) -> None:

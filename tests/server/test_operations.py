@@ -159,18 +159,18 @@ def test_load_and_unload(adapter_server, prefix):
     server, root = adapter_server
     for name, path in [("a", "good"), ("b", str(root / "sub" / "deep")), ("c", "inside-link")]:
         assert server.post(f"{prefix}/load_lora_adapter", {"lora_name": name, "lora_path": path}).status_code == 200
-    assert server.engine.loads[2] == ("c", str(root / "sub" / "deep"), False)
+    assert server.engine.loads[2] == ("c", str(root / "sub" / "deep"), False, False)
     again = server.post(f"{prefix}/load_lora_adapter", {"lora_name": "a", "lora_path": "good"})
     assert again.status_code == 409
     body = {
         "lora_name": "a",
         "lora_path": "good",
         "load_inplace": True,
-        "pinned": False,
+        "pinned": True,
         "is_3d_lora_weight": False,
     }
     assert server.post(f"{prefix}/load_lora_adapter", body).status_code == 200
-    assert server.engine.loads[-1][2] is True
+    assert server.engine.loads[-1][2:] == (True, True)
     gone = server.post(f"{prefix}/unload_lora_adapter", {"lora_name": "a", "lora_int_id": 4})
     assert gone.status_code == 200
     missing = server.post(f"{prefix}/unload_lora_adapter", {"lora_name": "a"})
@@ -231,7 +231,7 @@ def test_load_refusals_name_flag_and_field(make_server, adapter_server):
         ({"lora_name": "a:b"}, "lora_name"),
         ({"lora_name": None}, "lora_name"),
         ({"lora_path": 5}, "lora_path"),
-        ({"pinned": True}, "pinned"),
+        ({"pinned": "yes"}, "pinned"),
         ({"load_inplace": "yes"}, "load_inplace"),
     ]:
         answer = server.post("/load_lora_adapter", body | fields)
@@ -244,7 +244,7 @@ def test_engine_refusal_keeps_its_status(adapter_server, monkeypatch):
 
     server, _ = adapter_server
 
-    async def refuse(name, path, *, replace=False):
+    async def refuse(name, path, **options):
         raise EngineError(ErrorInfo(status=422, message="tensor x has no place", param="lora_path"))
 
     monkeypatch.setattr(server.engine, "load_adapter", refuse)

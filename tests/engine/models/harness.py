@@ -18,13 +18,7 @@ from loraplex.engine.parallel import Parallel
 from loraplex.engine.weights import init_dummy, load_weights  # noqa: F401 (init_dummy: used through this module)
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.experts import expert_lora_op
-from loraplex.kernels.lora.weights import (
-    ExpertDeltas,
-    ExpertLoRAWeights,
-    ExpertLowRank,
-    LoRAWeights,
-    LowRank,
-)
+from loraplex.kernels.testing import Delta, weights_of
 
 CPU = torch.device("cpu")
 COMMON = {
@@ -184,9 +178,6 @@ class Driver:
         return [torch.log_softmax(torch.cat(parts), -1) for parts in done]
 
 
-Delta = tuple[torch.Tensor, torch.Tensor, float]
-
-
 def random_delta(site: Site, rank: int, generator: torch.Generator, std=0.1, shared_a=False, shared_b=False) -> Delta:
     def normal(*shape):
         return torch.randn(shape, generator=generator) * std
@@ -222,25 +213,17 @@ def install(model, adapters: list[dict[str, Delta] | None]) -> None:
         by_module.setdefault(id(site.module), []).append(site)
     for sites in by_module.values():
         module = sites[0].module
-        rows = []
-        for adapter in adapters:
-            found = {s.part: _local(s, adapter[s.path]) for s in sites if adapter and s.path in adapter}
-            if not found:
-                rows.append(None)
-            elif isinstance(module, Experts):
-                rows.append(ExpertDeltas(*(found.get(f"{n}_proj") for n in ("gate", "up", "down"))))
-            else:
-                rows.append(tuple(found.get(part) for part in module.parts))
+        rows = [[_local(s, (adapter or {}).get(s.path)) for s in sites] for adapter in adapters]
         if isinstance(module, Experts):
-            module.lora = ExpertLoRAWeights(rows)
+            widths = (module.hidden, module.hidden, module.local), (module.local, module.local, module.hidden)
+            module.lora = weights_of(rows, *widths, module.num_experts)
         else:
-            module.lora = LoRAWeights(module.slices, rows)
+            local = module.in_range.stop - module.in_range.start
+            module.lora = weights_of(rows, [local] * len(sites), module.slices)
 
 
-def _local(site: Site, delta: Delta):
-    a, b, scale = delta
-    a, b = shard_delta(site, a, b)
-    return LowRank(a, b, scale) if site.kind == "dense" else ExpertLowRank(a, b, scale)
+def _local(site: Site, delta: Delta | None) -> Delta | None:
+    return None if delta is None else (*shard_delta(site, delta[0], delta[1]), delta[2])
 
 
 def merge(hf, adapter: dict[str, Delta]) -> None:

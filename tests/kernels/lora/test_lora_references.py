@@ -6,8 +6,8 @@ import torch
 from loraplex.kernels.lora import experts
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.reference import lora_add_
-from loraplex.kernels.lora.weights import ExpertDeltas, ExpertLoRAWeights, ExpertLowRank, LoRAWeights, LowRank
 from loraplex.kernels.moe.routing import sort_by_expert
+from loraplex.kernels.testing import weights_of
 
 EXPERTS, WIDTH, OUT = 6, 24, 20
 ROWS_OF_TOKENS = [2, -1, 0, 2, 2, -1, 1, 0, 0, 2, 3]
@@ -38,49 +38,46 @@ def normal():
 
 def test_dense(normal):
     slices = (12, 4, 8)
-    table = LoRAWeights(
-        slices,
-        [
-            tuple(LowRank(normal(3, WIDTH), normal(n, 3), 0.5) for n in slices),
-            None,
-            (None, LowRank(normal(1, WIDTH), normal(4, 1), 2.0), None),
-            (LowRank(normal(16, WIDTH), normal(12, 16), 1.5), None, None),
-        ],
-    )
+    rows = [
+        [(normal(3, WIDTH), normal(n, 3), 0.5) for n in slices],
+        [None, None, None],
+        [None, (normal(1, WIDTH), normal(4, 1), 2.0), None],
+        [(normal(16, WIDTH), normal(12, 16), 1.5), None, None],
+    ]
+    table = weights_of(rows, [WIDTH] * 3, slices)
     x, base = normal(len(ROWS_OF_TOKENS), WIDTH), normal(len(ROWS_OF_TOKENS), 24)
     y = base.clone()
     lora_add_(y, x, table, batch_of(ROWS_OF_TOKENS))
     for t, row in enumerate(ROWS_OF_TOKENS):
-        parts = table.rows[row] if row >= 0 else None
         expected = base[t].clone()
-        for first, delta in zip((0, 12, 16), parts or (), strict=False):
+        for first, delta in zip((0, 12, 16), rows[row] if row >= 0 else (), strict=False):
             if delta is not None:
-                expected[first : first + len(delta.b_NR)] += delta.scale * (delta.b_NR @ (delta.a_RD @ x[t]))
+                a, b, scale = delta
+                expected[first : first + len(b)] += scale * (b @ (a @ x[t]))
         torch.testing.assert_close(y[t], expected)
-        if parts is None:
+        if row in (-1, 1):
             assert torch.equal(y[t], base[t])
 
 
-def expert_table(normal):
-    def low_rank(rank, a_experts, b_experts, scale):
-        return ExpertLowRank(normal(a_experts, rank, WIDTH), normal(b_experts, OUT, rank), scale)
+def expert_rows(normal):
+    def delta(rank, a_experts, b_experts, scale):
+        return normal(a_experts, rank, WIDTH), normal(b_experts, OUT, rank), scale
 
-    return ExpertLoRAWeights(
-        [
-            ExpertDeltas(low_rank(3, EXPERTS, EXPERTS, 0.5), low_rank(5, 1, EXPERTS, 1.5), None),
-            ExpertDeltas(None, None, low_rank(2, EXPERTS, 1, 2.0)),
-            ExpertDeltas(low_rank(1, 1, EXPERTS, 0.25), low_rank(4, EXPERTS, EXPERTS, 1.0), low_rank(8, 1, 1, 1.0)),
-            None,
-        ]
-    )
+    return [
+        [delta(3, EXPERTS, EXPERTS, 0.5), delta(5, 1, EXPERTS, 1.5), None],
+        [None, None, delta(2, EXPERTS, 1, 2.0)],
+        [delta(1, 1, EXPERTS, 0.25), delta(4, EXPERTS, EXPERTS, 1.0), delta(8, 1, 1, 1.0)],
+        [None, None, None],
+    ]
 
 
 @pytest.mark.parametrize("op", [experts.virtual_experts_add_, experts.per_adapter_add_])
-@pytest.mark.parametrize("projection", ["gate", "up", "down"])
+@pytest.mark.parametrize("projection", experts.PARTS)
 @pytest.mark.parametrize("gather_bytes", [1, 5000, 1 << 28])
 def test_experts(normal, monkeypatch, op, projection, gather_bytes):
     monkeypatch.setattr(experts, "GATHER_BYTES", gather_bytes)
-    table = expert_table(normal)
+    rows = expert_rows(normal)
+    table = weights_of(rows, [WIDTH] * 3, [OUT] * 3, EXPERTS)
     tokens = len(ROWS_OF_TOKENS)
     ids_TK = torch.stack(
         [torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(t))[:3] for t in range(tokens)]
@@ -91,13 +88,11 @@ def test_experts(normal, monkeypatch, op, projection, gather_bytes):
     op(y[:, OUT:], x, position_TK, ids_TK, table, projection, batch_of(ROWS_OF_TOKENS))
     assert torch.equal(y[:, :OUT], wide[:, :OUT])
     for t, row in enumerate(ROWS_OF_TOKENS):
-        deltas = table.rows[row] if row >= 0 else None
-        delta = getattr(deltas, projection) if deltas else None
+        delta = rows[row][experts.PARTS.index(projection)] if row >= 0 else None
         for k, expert in enumerate(ids_TK[t].tolist()):
             m = position_TK[t, k]
             if delta is None:
                 assert torch.equal(y[m], wide[m])
                 continue
-            a = delta.a_ERD[expert % len(delta.a_ERD)]
-            b = delta.b_ENR[expert % len(delta.b_ENR)]
-            torch.testing.assert_close(y[m, OUT:], wide[m, OUT:] + delta.scale * (b @ (a @ x[m])))
+            a, b = (matrices[expert % len(matrices)] for matrices in delta[:2])
+            torch.testing.assert_close(y[m, OUT:], wide[m, OUT:] + delta[2] * (b @ (a @ x[m])))
