@@ -225,8 +225,13 @@ class LoRAConfig:
     adapter_root: tuple[str, ...] = flag(
         (), "run-time loads only from below this folder; repeatable", metavar="DIR", repeat=True
     )
-    lora_backend: Literal["torch", "csgmv", "triton"] = flag(
-        "torch", "kernels of the dense layers' LoRA", value_aliases={"torch_native": "torch"}
+    lora_backend: Literal["auto", "csgmv", "triton", "torch"] = flag(
+        "auto",
+        "kernels of the dense layers' LoRA; auto: csgmv on CUDA, torch on CPU",
+        value_aliases={"torch_native": "torch"},
+    )
+    max_lora_chunk_size: int | None = flag(
+        None, "tokens of one adapter that csgmv multiplies at once: 16, 32, 64 or 128 (default: by token count)"
     )
     lora_use_virtual_experts: bool = flag(True, "MoE LoRA by virtual experts; off: adapter by adapter")
     max_loras_per_batch: int = flag(8, "distinct adapters in one step", aliases=("max-loras",))
@@ -253,8 +258,8 @@ class LoRAConfig:
         if self.enable_lora is None:
             asked = bool(self.lora_paths or self.adapter_root)
             object.__setattr__(self, "enable_lora", asked)  # readers see a bool
-        if self.lora_backend != "torch":
-            raise ValueError(f"--lora-backend {self.lora_backend} is not built yet; torch works")
+        if self.max_lora_chunk_size not in (None, 16, 32, 64, 128):
+            raise ValueError(f"--max-lora-chunk-size must be 16, 32, 64 or 128, not {self.max_lora_chunk_size}")
         _check_at_least(1, self, "max_loras_per_batch", "max_loaded_loras", "max_lora_rank")
         if self.max_loaded_loras is not None:
             if self.max_loaded_loras < self.max_loras_per_batch:

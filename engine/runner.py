@@ -51,7 +51,7 @@ class ModelRunner:
         say(f"loading {self.spec.architecture} ({str(self.dtype).removeprefix('torch.')}) on {device}")
         self.model = self._load()
         self.memory_table.append(("weights", parameter_bytes(self.model)))
-        self.lora = make_backend(config.lora.lora_backend)
+        self.lora = make_backend(config.lora, device)
         self.adapters = AdapterPool(
             self.model,
             device,

@@ -4,11 +4,20 @@
 name that transformers looks for.
 """
 
+import contextlib
 import sys
 import types
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Without a device Triton's kernels run in its interpreter. Triton decides that when it is imported, and the first
+    # to import it here is transformers.
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ImportError):
+        patch.setenv("TRITON_INTERPRET", "1")
+        import triton  # noqa: F401
 
 _kit = types.ModuleType("kit")
 _kit.__path__ = [str(Path(__file__).parent / "kit")]
@@ -19,8 +28,6 @@ from kit.oracle import Oracle  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    import torch
-
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
         skip = pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {devices}")

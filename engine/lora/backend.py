@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from loraplex.engine.config import LoRAConfig
+from loraplex.engine.lora.planning import BackendOptions, StaticBatch
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.weights import LoRAWeights
 
@@ -25,17 +27,33 @@ class LoRABackend(Protocol):
         """
         ...
 
+    def static(
+        self, max_tokens: int, max_requests: int, device: torch.device, max_rank: int | None = None
+    ) -> StaticBatch:
+        """Buffers of fixed addresses for CUDA graphs of at most so many tokens and requests. max_rank: largest rank
+        that its steps will have (default: --max-lora-rank)."""
+        ...
+
     def add_(self, y_TN: torch.Tensor, x_TD: torch.Tensor, w: LoRAWeights, batch: LoRABatchInfo) -> None:
         """y[t] += scale · B (A x[t]) for every token t with an adapter that touches this site; other rows stay as
         they are, bit for bit."""
         ...
 
 
-BACKENDS = {"torch": "loraplex.engine.lora.plain:Plain"}
-"""Value of --lora-backend → class. The names the flag knows but that are missing here are refused by name."""
+BACKENDS = {
+    "csgmv": "loraplex.engine.lora.csgmv:ChunkedSGMV",
+    "triton": "loraplex.engine.lora.segmented:Segmented",
+    "torch": "loraplex.engine.lora.plain:Plain",
+}
+"""Value of --lora-backend → class."""
 
 
-def make_backend(name: str) -> LoRABackend:
+def make_backend(config: LoRAConfig, device: torch.device) -> LoRABackend:
+    """The backend of --lora-backend; auto is csgmv on CUDA and torch on CPU."""
+    name = config.lora_backend
+    if name == "auto":
+        name = "csgmv" if device.type == "cuda" else "torch"
     module, cls = BACKENDS[name].split(":")
-    backend: LoRABackend = getattr(import_module(module), cls)()
+    options = BackendOptions(config.max_loras_per_batch, config.max_lora_rank, config.max_lora_chunk_size)
+    backend: LoRABackend = getattr(import_module(module), cls)(options)
     return backend

@@ -47,7 +47,7 @@ from loraplex.engine import config as c
             {"lora_paths": ("a=x",), "enable_lora": False},
             "--lora-paths contradicts --no-enable-lora",
         ),
-        (c.LoRAConfig, {"lora_backend": "triton"}, "--lora-backend triton is not built yet"),
+        (c.LoRAConfig, {"max_lora_chunk_size": 48}, "--max-lora-chunk-size must be 16, 32, 64 or 128, not 48"),
         (c.LoRAConfig, {"max_loras_per_batch": 0}, "--max-loras-per-batch"),
         (
             c.LoRAConfig,

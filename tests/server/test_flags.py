@@ -138,7 +138,7 @@ def test_lora_paths_in_every_form(tmp_path: Path) -> None:
         ("--lora-paths a=x --no-enable-lora", "--lora-paths contradicts --no-enable-lora"),
         ("--gpu-memory-utilization 0.9", "give --mem-fraction-static"),
         ("--trust-remote-code", "code that comes with a checkpoint is never run"),
-        ("--lora-backend csgmv", "csgmv is not built yet"),
+        ("--lora-backend cuda", "--lora-backend"),
         ("--lora-paths {", "is not a JSON object"),
         ('--lora-paths {"lora_name":"a"}', "must have exactly the keys"),
         ("--config nowhere.yaml", "--config nowhere.yaml: No such file"),
