@@ -184,9 +184,7 @@ def _row_product(b, t_at, rank, n, N: tl.constexpr, BLOCK_R: tl.constexpr, DEPEN
 
 
 @triton.jit
-def _chunk_product(
-    acc, b, t_at, live, rank, n, N: tl.constexpr, BLOCK_R: tl.constexpr, DEPENDENT: tl.constexpr
-):
+def _chunk_product(acc, b, t_at, live, rank, n, N: tl.constexpr, BLOCK_R: tl.constexpr, DEPENDENT: tl.constexpr):
     """acc + t B; waits after the first tile of B is on its way."""
     for r0 in range(0, rank, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
@@ -211,7 +209,7 @@ def activate_rows(
     token_slot,
     ids,
     position,
-    I: tl.constexpr,
+    INNER: tl.constexpr,
     TOP_K: tl.constexpr,
     RANK_CAP: tl.constexpr,
     PLACES_STRIDE: tl.constexpr,
@@ -234,16 +232,16 @@ def activate_rows(
     # Routing is older than the predecessor: it waited for it.
     place = tl.load(position + pair).to(tl.int64)
     t_at = t + place * (2 * RANK_CAP)
-    gate = _row_product(b_gate, t_at, rank_gate, n, I, BLOCK_R, DEPENDENT)
-    up = _row_product(b_up, t_at + RANK_CAP, rank_up, n, I, BLOCK_R, DEPENDENT)
+    gate = _row_product(b_gate, t_at, rank_gate, n, INNER, BLOCK_R, DEPENDENT)
+    up = _row_product(b_up, t_at + RANK_CAP, rank_up, n, INNER, BLOCK_R, DEPENDENT)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
     if expert >= 0:
-        g_at = g + place * (2 * I) + n
-        gate += tl.load(g_at, mask=n < I, other=0.0)
-        up += tl.load(g_at + I, mask=n < I, other=0.0)
-        tl.store(h + place * I + n, (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty), mask=n < I)
+        g_at = g + place * (2 * INNER) + n
+        gate += tl.load(g_at, mask=n < INNER, other=0.0)
+        up += tl.load(g_at + INNER, mask=n < INNER, other=0.0)
+        tl.store(h + place * INNER + n, (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty), mask=n < INNER)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_chunks"])
@@ -264,7 +262,7 @@ def activate_chunks(
     num_chunks,
     num_pairs,
     max_chunks,
-    I: tl.constexpr,
+    INNER: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
@@ -305,18 +303,18 @@ def activate_chunks(
         pair = tl.load(order + start + m, mask=inside, other=0)
         live = inside & (tl.load(token_slot + pair // TOP_K, mask=inside, other=0) < 0)
     place = start + m
-    mask = live[:, None] & (n < I)[None, :]
+    mask = live[:, None] & (n < INNER)[None, :]
     t_at = t + place[:, None].to(tl.int64) * (2 * RANK_CAP)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    gate = _chunk_product(acc, b_gate, t_at, live, rank_gate, n, I, BLOCK_R, DEPENDENT)
-    up = _chunk_product(acc, b_up, t_at + RANK_CAP, live, rank_up, n, I, BLOCK_R, DEPENDENT)
+    gate = _chunk_product(acc, b_gate, t_at, live, rank_gate, n, INNER, BLOCK_R, DEPENDENT)
+    up = _chunk_product(acc, b_up, t_at + RANK_CAP, live, rank_up, n, INNER, BLOCK_R, DEPENDENT)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
-    g_at = g + place[:, None].to(tl.int64) * (2 * I) + n[None, :]
+    g_at = g + place[:, None].to(tl.int64) * (2 * INNER) + n[None, :]
     gate += tl.load(g_at, mask=mask, other=0.0)
-    up += tl.load(g_at + I, mask=mask, other=0.0)
-    h_at = h + place[:, None].to(tl.int64) * I + n[None, :]
+    up += tl.load(g_at + INNER, mask=mask, other=0.0)
+    h_at = h + place[:, None].to(tl.int64) * INNER + n[None, :]
     tl.store(h_at, (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty), mask=mask)
 
 

@@ -15,6 +15,7 @@ from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.weights import LoRAWeights
 from loraplex.kernels.moe import tiles
 from loraplex.kernels.moe.pairs import Chunks, PairOrder
+from loraplex.kernels.tuning import TileConfig
 
 _GATE, _DOWN = 0, 2
 
@@ -53,12 +54,12 @@ def expand_activate(g_PF: torch.Tensor, t: torch.Tensor, step: AdapterStep, dtyp
     lora, batch, order, chunks = step.lora, step.batch, step.order, step.order.chunks
     num_pairs, inner = g_PF.shape[0], g_PF.shape[1] // 2
     h_PI = torch.empty(num_pairs, inner, dtype=dtype, device=g_PF.device)
-    shape = {"I": inner, "TOP_K": step.ids_TK.shape[1], **_table_shape(step)}
+    shape = {"INNER": inner, "TOP_K": step.ids_TK.shape[1], **_table_shape(step)}
     if chunks is None:
         tile = tiles.ACTIVATE_ROWS
         kernels.activate_rows[(num_pairs, -(-inner // tile.block_n))](
             g_PF, t, h_PI, lora.arena, lora.places, lora.ranks, batch.slot_row, batch.token_slot, step.ids_TK,
-            order.position_P, **shape, BLOCK_N=tile.block_n, BLOCK_R=tile.block_k, **_launch(g_PF, tile),
+            order.position_P, **shape, BLOCK_N=tile.block_n, BLOCK_R=tile.block_r, **_launch(g_PF, tile),
         )  # fmt: skip
         return h_PI
     tile, most = tiles.ACTIVATE_CHUNKS, chunks.key.shape[0]
@@ -66,7 +67,7 @@ def expand_activate(g_PF: torch.Tensor, t: torch.Tensor, step: AdapterStep, dtyp
     kernels.activate_chunks[(most + -(-num_pairs // chunks.rows), -(-inner // tile.block_n))](
         g_PF, t, h_PI, lora.arena, lora.places, lora.ranks, batch.slot_row, batch.token_slot, order.order_P,
         order.starts, *_tables(chunks), num_pairs, most, **shape, NUM_EXPERTS=order.num_experts,
-        NUM_SLOTS=batch.slot_row.shape[0], BLOCK_M=chunks.rows, BLOCK_N=tile.block_n, BLOCK_R=tile.block_k,
+        NUM_SLOTS=batch.slot_row.shape[0], BLOCK_M=chunks.rows, BLOCK_N=tile.block_n, BLOCK_R=tile.block_r,
         **_launch(g_PF, tile),
     )  # fmt: skip
     return h_PI
@@ -83,14 +84,14 @@ def expand_down(t: torch.Tensor, width: int, step: AdapterStep) -> torch.Tensor:
         kernels.expand_rows[(t.shape[0], -(-width // tile.block_n))](
             t, delta, lora.arena, lora.places, lora.ranks, batch.slot_row, batch.token_slot, step.ids_TK,
             order.position_P, N=width, TOP_K=step.ids_TK.shape[1], **_table_shape(step), BLOCK_N=tile.block_n,
-            BLOCK_R=tile.block_k, **_launch(t, tile),
+            BLOCK_R=tile.block_r, **_launch(t, tile),
         )  # fmt: skip
         return delta
     tile = tiles.EXPAND_CHUNKS
     kernels.expand_chunks[(chunks.key.shape[0], -(-width // tile.block_n))](
         t, delta, lora.arena, lora.places, lora.ranks, batch.slot_row, order.order_P, *_tables(chunks), N=width,
         NUM_SLOTS=batch.slot_row.shape[0], **_table_shape(step), BLOCK_M=chunks.rows, BLOCK_N=tile.block_n,
-        BLOCK_R=tile.block_k, **_launch(t, tile),
+        BLOCK_R=tile.block_r, **_launch(t, tile),
     )  # fmt: skip
     return delta
 
@@ -112,19 +113,18 @@ def _shrink(x: torch.Tensor, step: AdapterStep, part: int, parts: int, *, by_pla
         **_table_shape(step),
     }
     if chunks is None:
-        block_r, block_k, warps = tiles.shrink_rows_tile(step.expected_rank, width)
-        splits = -(-step.expected_rank // block_r)
+        tile = tiles.shrink_rows_tile(step.expected_rank, width)
+        splits = -(-step.expected_rank // tile.block_r)
         kernels.shrink_rows[(num_pairs, parts * splits)](
             x, t, lora.arena, lora.places, lora.ranks, lora.scales, batch.slot_row, batch.token_slot, step.ids_TK,
-            order.position_P, **shape, BLOCK_R=block_r, BLOCK_K=block_k,
-            **_launch(x, tiles.Tile(1, block_r, block_k, warps, 1)),
+            order.position_P, **shape, BLOCK_R=tile.block_r, BLOCK_K=tile.block_k, **_launch(x, tile),
         )  # fmt: skip
         return t
     tile = tiles.SHRINK_CHUNKS[chunks.rows]
-    splits = -(-step.expected_rank // tile.block_n)
+    splits = -(-step.expected_rank // tile.block_r)
     kernels.shrink_chunks[(chunks.key.shape[0], splits)](
         x, t, lora.arena, lora.places, lora.ranks, lora.scales, batch.slot_row, order.order_P, *_tables(chunks),
-        **shape, NUM_SLOTS=batch.slot_row.shape[0], BLOCK_M=chunks.rows, BLOCK_R=tile.block_n, BLOCK_K=tile.block_k,
+        **shape, NUM_SLOTS=batch.slot_row.shape[0], BLOCK_M=chunks.rows, BLOCK_R=tile.block_r, BLOCK_K=tile.block_k,
         STAGES=tile.num_stages, **_launch(x, tile),
     )  # fmt: skip
     return t
@@ -143,7 +143,7 @@ def _table_shape(step: AdapterStep) -> Mapping[str, int]:
     }
 
 
-def _launch(x: torch.Tensor, tile: tiles.Tile) -> Mapping[str, int | bool]:
+def _launch(x: torch.Tensor, tile: TileConfig) -> Mapping[str, int | bool]:
     dependent = has_dependent_launch(x)
     options: dict[str, int | bool] = {"DEPENDENT": dependent, "num_warps": tile.num_warps}
     return {**options, "launch_pdl": True} if dependent else options

@@ -56,14 +56,15 @@ def _add_adapters(
     T_STRIDE: tl.constexpr,
     PLACES_STRIDE: tl.constexpr,
     RANKS_STRIDE: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
     SLOTS_POW2: tl.constexpr,
     N: tl.constexpr,
     WINDOW: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """acc += t B for the adapters of the block's rows, WINDOW rank columns of whichever adapters at a time.
 
     Columns enumerate the live ranks of the slots that occur, one slot after the other; a row sees those of its slot.
+    Columns beyond them have a slot that no row has.
     """
     s = tl.arange(0, SLOTS_POW2)
     occurs = tl.max((row_slot[:, None] == s[None, :]).to(tl.int32), 0) > 0
@@ -79,9 +80,12 @@ def _add_adapters(
         row = tl.load(slot_row + slot, mask=live, other=0)
         place = places + row.to(tl.int64) * PLACES_STRIDE + PART * 4
         b = tl.load(place + 1, mask=live, other=0) + expert * tl.load(place + 3, mask=live, other=0) + r * N
-        own = (row_slot[:, None] == slot[None, :]) & live[None, :]
+        own = row_slot[:, None] == slot[None, :]
         z = tl.load(t + row_place[:, None].to(tl.int64) * T_STRIDE + T_COLUMN + r[None, :], mask=own, other=0.0)
-        w = tl.load(arena + b[:, None] + n[None, :], mask=live[:, None] & (n < N)[None, :], other=0.0)
+        if EVEN:
+            w = tl.load(arena + tl.multiple_of(b, 8)[:, None] + n[None, :], mask=live[:, None], other=0.0)
+        else:
+            w = tl.load(arena + b[:, None] + n[None, :], mask=live[:, None] & (n < N)[None, :], other=0.0)
         acc = tl.dot(z, w, acc, input_precision="ieee")
     return acc
 
@@ -111,7 +115,6 @@ def _tile(
     RANK_CAP: tl.constexpr,
     PLACES_STRIDE: tl.constexpr,
     RANKS_STRIDE: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
     SLOTS_POW2: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -168,13 +171,13 @@ def _tile(
         acc = _add_adapters(
             acc, row_slot, row_place, cols, expert, t, arena, places, ranks, slot_row,
             0 if GATED else 2, 0, (2 if GATED else 1) * RANK_CAP,
-            PLACES_STRIDE, RANKS_STRIDE, NUM_SLOTS, SLOTS_POW2, N, WINDOW,
+            PLACES_STRIDE, RANKS_STRIDE, SLOTS_POW2, N, WINDOW, N % BLOCK_N == 0,
         )  # fmt: skip
         if GATED:
             acc_up = _add_adapters(
                 acc_up, row_slot, row_place, cols, expert, t, arena, places, ranks, slot_row,
                 1, RANK_CAP, 2 * RANK_CAP,
-                PLACES_STRIDE, RANKS_STRIDE, NUM_SLOTS, SLOTS_POW2, N, WINDOW,
+                PLACES_STRIDE, RANKS_STRIDE, SLOTS_POW2, N, WINDOW, N % BLOCK_N == 0,
             )  # fmt: skip
     mask = live[:, None] & (n0 + n < N)[None, :]
     if GATED:
@@ -216,7 +219,6 @@ def expert_gemm(
     RANK_CAP: tl.constexpr,
     PLACES_STRIDE: tl.constexpr,
     RANKS_STRIDE: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
     SLOTS_POW2: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -249,13 +251,13 @@ def expert_gemm(
         if TAIL and rows <= half:
             _tile(
                 x, w, w_tiles, out, order, expert, place, rows, n0, token_slot, t, arena, places, ranks, slot_row,
-                N, K, TOP_K, GATED, ACT, RANK_CAP, PLACES_STRIDE, RANKS_STRIDE, NUM_SLOTS, SLOTS_POW2, WINDOW,
+                N, K, TOP_K, GATED, ACT, RANK_CAP, PLACES_STRIDE, RANKS_STRIDE, SLOTS_POW2, WINDOW,
                 half, BLOCK_N, BLOCK_K, STAGES, TMA, WAIT,
             )  # fmt: skip
         else:
             _tile(
                 x, w, w_tiles, out, order, expert, place, rows, n0, token_slot, t, arena, places, ranks, slot_row,
-                N, K, TOP_K, GATED, ACT, RANK_CAP, PLACES_STRIDE, RANKS_STRIDE, NUM_SLOTS, SLOTS_POW2, WINDOW,
+                N, K, TOP_K, GATED, ACT, RANK_CAP, PLACES_STRIDE, RANKS_STRIDE, SLOTS_POW2, WINDOW,
                 BLOCK_M, BLOCK_N, BLOCK_K, STAGES, TMA, WAIT,
             )  # fmt: skip
     elif WAIT == 2:

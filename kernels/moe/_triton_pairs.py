@@ -72,9 +72,7 @@ def rank_sort(
 
 
 @triton.jit
-def _opens_chunk(
-    key, start, place, num_pairs, LAST_KEY: tl.constexpr, SLOT_STRIDE: tl.constexpr, ROWS: tl.constexpr
-):
+def _opens_chunk(key, start, place, num_pairs, LAST_KEY: tl.constexpr, SLOT_STRIDE: tl.constexpr, ROWS: tl.constexpr):
     return (place < num_pairs) & (key < LAST_KEY) & (key % SLOT_STRIDE > 0) & ((place - start) % ROWS == 0)
 
 
@@ -138,9 +136,7 @@ def count_keys(
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def scan_blocks(
-    counts, totals, num_blocks, KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_ROWS: tl.constexpr
-):
+def scan_blocks(counts, totals, num_blocks, KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
     """counts[b, key] becomes the number of pairs with this key in the blocks before b."""
     key = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
     total = tl.zeros([BLOCK_KEYS], tl.int32)

@@ -11,7 +11,8 @@ from loraplex.kernels.devices import has_dependent_launch, has_tensor_descriptor
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.weights import LoRAWeights
 from loraplex.kernels.moe.pairs import PairOrder
-from loraplex.kernels.moe.tiles import WINDOW, Tile
+from loraplex.kernels.moe.tiles import WINDOW, has_tail
+from loraplex.kernels.tuning import TileConfig
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,10 @@ def gate_up(
     x_TD: torch.Tensor,
     w13_EFD: torch.Tensor,
     order: PairOrder,
-    tile: Tile,
+    tile: TileConfig,
     *,
     top_k: int,
     activate: bool = True,
-    tail: bool = False,
     fused: FusedDelta | None = None,
     overlaps: bool = False,
 ) -> torch.Tensor:
@@ -45,7 +45,7 @@ def gate_up(
     num_pairs, inner = order.order_P.shape[0], w13_EFD.shape[1] // 2
     dtype = x_TD.dtype if activate else torch.float32
     out = torch.empty(num_pairs, inner if activate else 2 * inner, dtype=dtype, device=x_TD.device)
-    _launch(x_TD, w13_EFD, out, order, tile, inner, top_k, True, activate, tail, fused, overlaps)
+    _launch(x_TD, w13_EFD, out, order, tile, inner, top_k, True, activate, fused, overlaps)
     return out
 
 
@@ -53,16 +53,15 @@ def down(
     h_PI: torch.Tensor,
     w2_EDI: torch.Tensor,
     order: PairOrder,
-    tile: Tile,
+    tile: TileConfig,
     *,
     top_k: int,
-    tail: bool = False,
     fused: FusedDelta | None = None,
     overlaps: bool = False,
 ) -> torch.Tensor:
     """w2[e] h of every pair: [P, D] in the order of the pairs; rows of foreign experts are not written."""
     out = torch.empty(h_PI.shape[0], w2_EDI.shape[1], dtype=h_PI.dtype, device=h_PI.device)
-    _launch(h_PI, w2_EDI, out, order, tile, w2_EDI.shape[1], top_k, False, False, tail, fused, overlaps)
+    _launch(h_PI, w2_EDI, out, order, tile, w2_EDI.shape[1], top_k, False, False, fused, overlaps)
     return out
 
 
@@ -107,12 +106,11 @@ def _launch(
     w: torch.Tensor,
     out: torch.Tensor,
     order: PairOrder,
-    tile: Tile,
+    tile: TileConfig,
     width: int,
     top_k: int,
     gated: bool,
     activate: bool,
-    tail: bool,
     fused: FusedDelta | None,
     overlaps: bool,
 ) -> None:
@@ -151,7 +149,6 @@ def _launch(
         RANK_CAP=fused.capacity if fused else 0,
         PLACES_STRIDE=lora.places.stride(0) if lora else 0,
         RANKS_STRIDE=lora.ranks.stride(0) if lora else 0,
-        NUM_SLOTS=batch.slot_row.shape[0] if batch else 0,
         SLOTS_POW2=1 << (batch.slot_row.shape[0] - 1).bit_length() if batch else 1,
         WINDOW=WINDOW if fused else 0,
         BLOCK_M=tile.block_m,
@@ -160,7 +157,7 @@ def _launch(
         STAGES=tile.num_stages,
         GROUP=8,
         BY_PLACE=num_pairs < by_expert,
-        TAIL=tail,
+        TAIL=has_tail(tile),
         TMA=has_tensor_descriptors(w) and depth % 8 == 0,
         WAIT=(2 if overlaps else 1) if dependent else 0,
         num_warps=tile.num_warps,
@@ -168,7 +165,7 @@ def _launch(
     )
 
 
-def _descriptor(w: torch.Tensor, tile: Tile) -> object:
+def _descriptor(w: torch.Tensor, tile: TileConfig) -> object:
     """TMA wants rows that start on 16 bytes."""
     if not has_tensor_descriptors(w) or w.shape[2] % 8:
         return None

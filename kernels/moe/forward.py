@@ -29,6 +29,7 @@ from loraplex.kernels.moe import tiles
 from loraplex.kernels.moe.expert_gemm import FusedDelta, combine_pairs, down, gate_up
 from loraplex.kernels.moe.pairs import order_pairs
 from loraplex.kernels.moe.reference import moe_lora_reference
+from loraplex.kernels.tuning import TileConfig
 
 
 def moe_lora_forward(
@@ -43,7 +44,9 @@ def moe_lora_forward(
     lora_op: ExpertLoRAOp = virtual_experts_add_,
     rank_capacity: int | None = None,
 ) -> torch.Tensor:
-    """out[t] = Σ_k weights[t, k] · down[e] h, h = silu(gate[e] x) · up[e] x, e = ids[t, k], each with its adapter's delta.
+    """out[t] = Σ_k weights[t, k] · down[e] h, h = silu(gate[e] x) · up[e] x, e = ids[t, k].
+
+    gate, up and down each with the delta of the token's adapter.
 
     x: [T, D]. ids: int [T, K], −1 = an expert that is not here. weights: fp32 [T, K]. w13: [E, 2I, D], gate rows first.
     w2: [E, D, I]. lora and batch: both or neither; tokens with slot −1 are base or padding. Returns [T, D].
@@ -70,10 +73,10 @@ def moe_lora_forward(
 def _base(
     x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, w13_EFD: torch.Tensor, w2_EDI: torch.Tensor
 ) -> torch.Tensor:
-    top_k, tile = ids_TK.shape[1], tiles.expert_tiles(ids_TK.numel(), w13_EFD.shape[0])
+    top_k, (first, second) = ids_TK.shape[1], _tiles(ids_TK, w13_EFD)
     order = order_pairs(ids_TK, None, num_experts=w13_EFD.shape[0])
-    h_PI = gate_up(x_TD, w13_EFD, order, tile.gate_up, top_k=top_k, tail=tile.tail)
-    y_PD = down(h_PI, w2_EDI, order, tile.down, top_k=top_k, tail=tile.tail)
+    h_PI = gate_up(x_TD, w13_EFD, order, first, top_k=top_k)
+    y_PD = down(h_PI, w2_EDI, order, second, top_k=top_k)
     return combine_pairs(y_PD, None, ids_TK, weights_TK, None, None)
 
 
@@ -88,16 +91,14 @@ def _separate(
     capacity: int,
 ) -> torch.Tensor:
     """Shrink and expand read memory while the GEMM beside them does: `overlaps`."""
-    top_k, tile = ids_TK.shape[1], tiles.expert_tiles(ids_TK.numel(), w13_EFD.shape[0])
+    top_k, (first, second) = ids_TK.shape[1], _tiles(ids_TK, w13_EFD)
     rows = None if ids_TK.numel() <= tiles.ROW_FORM_PAIRS else tiles.DECODE_CHUNK_ROWS
     step = _step(ids_TK, w13_EFD.shape[0], lora, batch, capacity, rows)
     t = shrink_gate_up(x_TD, step)
-    g_PF = gate_up(
-        x_TD, w13_EFD, step.order, tile.gate_up, top_k=top_k, activate=False, tail=tile.tail, overlaps=True
-    )
+    g_PF = gate_up(x_TD, w13_EFD, step.order, first, top_k=top_k, activate=False, overlaps=True)
     h_PI = expand_activate(g_PF, t, step, x_TD.dtype)
     delta_PD = expand_down(shrink_down(h_PI, step), x_TD.shape[1], step)
-    y_PD = down(h_PI, w2_EDI, step.order, tile.down, top_k=top_k, tail=tile.tail, overlaps=True)
+    y_PD = down(h_PI, w2_EDI, step.order, second, top_k=top_k, overlaps=True)
     return combine_pairs(y_PD, delta_PD, ids_TK, weights_TK, lora, batch)
 
 
@@ -111,12 +112,12 @@ def _fused(
     batch: LoRABatchInfo,
     capacity: int,
 ) -> torch.Tensor:
-    top_k, tile = ids_TK.shape[1], tiles.expert_tiles(ids_TK.numel(), w13_EFD.shape[0])
+    top_k, (first, second) = ids_TK.shape[1], _tiles(ids_TK, w13_EFD)
     step = _step(ids_TK, w13_EFD.shape[0], lora, batch, capacity, tiles.PREFILL_CHUNK_ROWS)
     delta = FusedDelta(shrink_gate_up(x_TD, step), capacity, lora, batch)
-    h_PI = gate_up(x_TD, w13_EFD, step.order, tile.gate_up, top_k=top_k, tail=tile.tail, fused=delta)
+    h_PI = gate_up(x_TD, w13_EFD, step.order, first, top_k=top_k, fused=delta)
     delta = FusedDelta(shrink_down(h_PI, step), capacity, lora, batch)
-    y_PD = down(h_PI, w2_EDI, step.order, tile.down, top_k=top_k, tail=tile.tail, fused=delta)
+    y_PD = down(h_PI, w2_EDI, step.order, second, top_k=top_k, fused=delta)
     return combine_pairs(y_PD, None, ids_TK, weights_TK, None, None)
 
 
@@ -128,7 +129,15 @@ def _step(
     return AdapterStep(lora, batch, ids_TK, order, capacity)
 
 
+def _tiles(ids_TK: torch.Tensor, w13_EFD: torch.Tensor) -> tuple[TileConfig, TileConfig]:
+    pairs, (experts, twice_inner, hidden) = ids_TK.numel(), w13_EFD.shape
+    shape = (w13_EFD.device, pairs, experts, twice_inner // 2, hidden)
+    return tiles.gate_up_tile(*shape), tiles.down_tile(*shape)
+
+
 def _capacity(lora: LoRAWeights, asked: int | None) -> int:
     """A power of two: few variants of the kernels."""
-    rank = max(1, int(lora.host_ranks.max(initial=0)) if asked is None else asked)
+    resident = int(lora.host_ranks.max(initial=1))
+    assert asked is None or asked >= resident, (asked, resident)
+    rank = resident if asked is None else asked
     return max(16, 1 << (rank - 1).bit_length())

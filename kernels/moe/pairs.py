@@ -63,8 +63,9 @@ def order_pairs(
     num_slots: int = 0,
     chunk_rows: int | None = None,
 ) -> PairOrder:
-    """Stable sort of the pairs by (expert, slot). ids: int [T, K], −1 = foreign. token_slot: int32 [T], None = all base.
+    """Stable sort of the pairs by (expert, slot).
 
+    ids: int [T, K], −1 = foreign. token_slot: int32 [T], None = all base.
     chunk_rows: the chunks' length, a power of two; None when nobody reads them.
     """
     assert (token_slot is None) == (num_slots == 0), (token_slot, num_slots)
@@ -156,7 +157,7 @@ def _rank_sort(
         SEGMENTS=chunks is not None,
         SHIFT=RANK_SORT_PAIRS.bit_length() - 1,
         BLOCK_I=block,
-        BLOCK_J=512,
+        BLOCK_J=256 if chunks else 512,
         DEPENDENT=dependent,
     )
     if chunks is not None:

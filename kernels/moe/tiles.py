@@ -1,37 +1,12 @@
-"""Tile sizes of the experts' kernels, measured on an H200 with Qwen3-30B-A3B's shapes.
+"""Tile sizes of the experts' kernels: a table of the device where there is one, else what an H200 measured best.
 
 Chosen from the number of pairs, the experts and the model's widths alone, never from what the adapters of a step do: a
 base row is computed alike whoever shares the batch.
 """
 
-from dataclasses import dataclass
+import torch
 
-
-@dataclass(frozen=True)
-class Tile:
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True)
-class ExpertTiles:
-    """Tiles of one MoE block at one size. Shrinks and expands have a tile for each form of `lora/experts_ops.py`."""
-
-    gate_up: Tile
-    down: Tile
-    tail: bool
-    """Blocks of at most half of block_m rows run at half the tile."""
-
-
-# Decode streams the experts' weights once whatever the tile is, as long as a block holds an expert's rows and several
-# blocks fit a multiprocessor. At 256 rows per expert a quarter of 128-row tiles would be padding without the tail.
-_FEW = ExpertTiles(Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4), tail=False)
-_SOME = ExpertTiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4), tail=False)
-_MANY = ExpertTiles(Tile(64, 128, 64, 8, 4), Tile(64, 128, 64, 4, 3), tail=False)
-_FULL = ExpertTiles(Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 4, 3), tail=True)
+from loraplex.kernels.tuning import TileConfig, choose_tile
 
 ROW_FORM_PAIRS = 512
 """Up to here one program per pair wins: 412 of 512 pairs of 8 adapters have matrices of their own."""
@@ -43,29 +18,63 @@ WINDOW = 32
 """Rank columns that one step of the fused expand takes."""
 
 
-def expert_tiles(num_pairs: int, num_experts: int) -> ExpertTiles:
-    """By rows per expert, as if the router were uniform."""
-    rows = num_pairs / num_experts
-    if rows <= 8:
-        return _FEW
-    if rows <= 24:
-        return _SOME
-    if rows <= 64:
-        return _MANY
-    return _FULL
+def gate_up_tile(device: torch.device, pairs: int, experts: int, inner: int, hidden: int) -> TileConfig:
+    """block_n columns of gate and as many of up.
+
+    Decode streams the experts' weights once whatever the tile is, as long as a block holds an expert's rows and several
+    blocks fit a multiprocessor.
+    """
+    default = _by_rows_per_expert(
+        pairs / experts,
+        TileConfig(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4),
+        TileConfig(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=4),
+        TileConfig(block_m=64, block_n=128, block_k=64, num_warps=8, num_stages=4),
+        TileConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4),
+    )
+    return choose_tile("expert_gate_up", device, default, pairs, experts=experts, inner=inner, hidden=hidden)
 
 
-def shrink_rows_tile(rank: int, width: int) -> tuple[int, int, int]:
-    """(block_r, block_k, num_warps) of the row form. Few rank rows, a long stretch of K."""
+def down_tile(device: torch.device, pairs: int, experts: int, inner: int, hidden: int) -> TileConfig:
+    """Two blocks per multiprocessor hide each other's epilogue: 4 warps and 3 stages for the large tile."""
+    default = _by_rows_per_expert(
+        pairs / experts,
+        TileConfig(block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=4),
+        TileConfig(block_m=32, block_n=128, block_k=128, num_warps=4, num_stages=4),
+        TileConfig(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3),
+        TileConfig(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3),
+    )
+    return choose_tile("expert_down", device, default, pairs, experts=experts, inner=inner, hidden=hidden)
+
+
+def has_tail(tile: TileConfig) -> bool:
+    """At 256 rows per expert a quarter of 128-row tiles is padding; half tiles for the last rows save half of it."""
+    return tile.block_m >= 128
+
+
+def shrink_rows_tile(rank: int, width: int) -> TileConfig:
+    """Few rank rows, a long stretch of the inner dimension."""
     if rank > 32:
-        return 8, 512, 2
-    return (4, 1024, 4) if width > 512 else (4, 512, 2)
+        return TileConfig(block_r=8, block_k=512, num_warps=2)
+    return TileConfig(block_r=4, block_k=1024 if width > 512 else 512, num_warps=4 if width > 512 else 2)
 
 
-SHRINK_CHUNKS = {DECODE_CHUNK_ROWS: Tile(16, 16, 256, 2, 3), PREFILL_CHUNK_ROWS: Tile(64, 16, 64, 4, 4)}
-"""block_n: rank rows of each part."""
-ACTIVATE_ROWS = Tile(1, 128, 16, 1, 1)
-"""One warp, so that the sum over the rank stays within a thread or two; block_k: rank rows of a step."""
-ACTIVATE_CHUNKS = Tile(16, 64, 16, 2, 1)
-EXPAND_ROWS = Tile(1, 128, 16, 1, 1)
-EXPAND_CHUNKS = Tile(16, 128, 16, 2, 1)
+SHRINK_CHUNKS = {
+    DECODE_CHUNK_ROWS: TileConfig(block_m=16, block_r=16, block_k=256, num_warps=2, num_stages=3),
+    PREFILL_CHUNK_ROWS: TileConfig(block_m=64, block_r=16, block_k=64, num_warps=4, num_stages=4),
+}
+"""block_r: rank rows of each part."""
+ACTIVATE_ROWS = TileConfig(block_n=128, block_r=16, num_warps=1)
+"""One warp, so that the sum over the rank stays within a thread or two: 21 µs where two warps take 44."""
+ACTIVATE_CHUNKS = TileConfig(block_m=DECODE_CHUNK_ROWS, block_n=64, block_r=16, num_warps=2)
+EXPAND_ROWS = TileConfig(block_n=128, block_r=16, num_warps=1)
+EXPAND_CHUNKS = TileConfig(block_m=DECODE_CHUNK_ROWS, block_n=128, block_r=16, num_warps=2)
+
+
+def _by_rows_per_expert(
+    rows: float, few: TileConfig, some: TileConfig, many: TileConfig, full: TileConfig
+) -> TileConfig:
+    """As if the router were uniform."""
+    for bound, tile in ((8, few), (24, some), (64, many)):
+        if rows <= bound:
+            return tile
+    return full
