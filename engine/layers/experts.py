@@ -9,11 +9,9 @@ from torch import nn
 from loraplex.engine.batch import ForwardContext
 from loraplex.engine.layers.checkpoint import CheckpointTensor, Piece, plain
 from loraplex.engine.parallel import Parallel
-from loraplex.kernels.elementwise import silu_mul
 from loraplex.kernels.lora.experts import ExpertLoRAOp, virtual_experts_add_
 from loraplex.kernels.lora.weights import LoRAWeights
-from loraplex.kernels.moe.grouped_gemm import grouped_gemm
-from loraplex.kernels.moe.routing import combine, sort_by_expert
+from loraplex.kernels.moe.forward import moe_lora_forward
 
 ALL = slice(None)
 
@@ -43,19 +41,9 @@ class Experts(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, ctx: ForwardContext
     ) -> torch.Tensor:
-        order = sort_by_expert(ids_TK, self.num_experts)
-        x_MD = x_TD[order.token_M]
-        g_MF = grouped_gemm(x_MD, self.w13, order.ends_E)
-        lora = (self.lora, ctx.lora) if self.lora is not None and ctx.lora is not None else None
-        if lora is not None:
-            gate_MI, up_MI = g_MF.chunk(2, dim=1)
-            self.lora_op(gate_MI, x_MD, order.position_TK, ids_TK, lora[0], "gate", lora[1])
-            self.lora_op(up_MI, x_MD, order.position_TK, ids_TK, lora[0], "up", lora[1])
-        h_MI = silu_mul(g_MF)
-        y_MD = grouped_gemm(h_MI, self.w2, order.ends_E)
-        if lora is not None:
-            self.lora_op(y_MD, h_MI, order.position_TK, ids_TK, lora[0], "down", lora[1])
-        return self.parallel.all_reduce_(combine(y_MD, order.position_TK, weights_TK))
+        lora, batch = (self.lora, ctx.lora) if self.lora is not None and ctx.lora is not None else (None, None)
+        out_TD = moe_lora_forward(x_TD, ids_TK, weights_TK, self.w13, self.w2, lora, batch, lora_op=self.lora_op)
+        return self.parallel.all_reduce_(out_TD)
 
     def checkpoint_tensors(self, path: str) -> dict[str, CheckpointTensor]:
         """Per-expert matrices (the hub's form), or all experts fused (what transformers 5 holds in memory)."""

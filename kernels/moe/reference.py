@@ -6,6 +6,11 @@ T tokens, K experts per token, M = T · K pairs sorted by expert, E experts, D h
 import torch
 
 from loraplex.kernels.elementwise import silu_mul
+from loraplex.kernels.lora.batch_info import LoRABatchInfo
+from loraplex.kernels.lora.experts import ExpertLoRAOp, virtual_experts_add_
+from loraplex.kernels.lora.weights import LoRAWeights
+from loraplex.kernels.moe.grouped_gemm import grouped_gemm
+from loraplex.kernels.moe.routing import combine, sort_by_expert
 
 
 def moe_reference(
@@ -24,12 +29,28 @@ def moe_reference(
     return out_TD.to(x_TD.dtype)
 
 
-def grouped_gemm_reference(x_MD: torch.Tensor, w_END: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """y[m] = w[e] x[m] for the rows m of expert e: ends[e − 1] ≤ m < ends[e]. Returns [M, N]."""
-    y_MN = x_MD.new_empty(x_MD.shape[0], w_END.shape[1])
-    start = 0
-    for expert, end in enumerate(ends_E.tolist()):
-        if end > start:
-            torch.mm(x_MD[start:end], w_END[expert].T, out=y_MN[start:end])
-        start = end
-    return y_MN
+def moe_lora_reference(
+    x_TD: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    w13_EFD: torch.Tensor,
+    w2_EDI: torch.Tensor,
+    lora: LoRAWeights | None,
+    batch: LoRABatchInfo | None,
+    *,
+    lora_op: ExpertLoRAOp = virtual_experts_add_,
+) -> torch.Tensor:
+    """The MoE block with the adapters of the step, see `forward.py`: the deltas of gate and up before the activation,
+    down's before the router weight, which is applied once. Pairs of foreign experts (id −1) count for nothing."""
+    order = sort_by_expert(ids_TK, w13_EFD.shape[0])
+    x_MD = x_TD[order.token_M]
+    g_MF = grouped_gemm(x_MD, w13_EFD, order.ends_E)
+    if lora is not None and batch is not None:
+        gate_MI, up_MI = g_MF.chunk(2, dim=1)
+        lora_op(gate_MI, x_MD, order.position_TK, ids_TK, lora, "gate", batch)
+        lora_op(up_MI, x_MD, order.position_TK, ids_TK, lora, "up", batch)
+    h_MI = silu_mul(g_MF)
+    y_MD = grouped_gemm(h_MI, w2_EDI, order.ends_E)
+    if lora is not None and batch is not None:
+        lora_op(y_MD, h_MI, order.position_TK, ids_TK, lora, "down", batch)
+    return combine(y_MD, order.position_TK, ids_TK, weights_TK)

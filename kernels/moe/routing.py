@@ -30,12 +30,12 @@ class ExpertOrder:
     position_TK: torch.Tensor
     """int64 [T, K]: place of each pair in the sorted order."""
     ends_E: torch.Tensor
-    """int32 [E]: end of each expert's rows, cumulative."""
+    """int32 [E]: end of each expert's rows, cumulative; pairs from the last on have no expert here."""
 
 
 def sort_by_expert(ids_TK: torch.Tensor, num_experts: int) -> ExpertOrder:
-    """Stable, and without reading the device back."""
-    flat_M = ids_TK.flatten()
+    """Stable, and without reading the device back. Pairs of foreign experts (id −1) come last."""
+    flat_M = torch.where(ids_TK < 0, num_experts, ids_TK).flatten()
     sorted_M, order_M = torch.sort(flat_M, stable=True)
     experts_E = torch.arange(num_experts, device=flat_M.device, dtype=flat_M.dtype)
     ends_E = torch.searchsorted(sorted_M, experts_E, right=True, out_int32=True)
@@ -44,6 +44,10 @@ def sort_by_expert(ids_TK: torch.Tensor, num_experts: int) -> ExpertOrder:
     return ExpertOrder(order_M // ids_TK.shape[1], position_M.view_as(ids_TK), ends_E)
 
 
-def combine(y_MD: torch.Tensor, position_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """out[t] = Σ_k weights[t, k] · y[position[t, k]], summed in fp32 in the order of k. Returns [T, D] in y's dtype."""
-    return (y_MD[position_TK].float() * weights_TK[..., None]).sum(dim=1).to(y_MD.dtype)
+def combine(
+    y_MD: torch.Tensor, position_TK: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    """out[t] = Σ_k weights[t, k] · y[position[t, k]] over the k with an expert here (id ≥ 0), summed in fp32 in the
+    order of k. Returns [T, D] in y's dtype."""
+    y_TKD = torch.where(ids_TK[..., None] < 0, 0, y_MD[position_TK].float() * weights_TK[..., None])
+    return y_TKD.sum(dim=1).to(y_MD.dtype)

@@ -41,7 +41,7 @@ def test_moe_path(device, dtype, tokens, experts, top_k):
     weights_TK, ids_TK = route(normal(tokens, experts), top_k, norm=True)
     order = sort_by_expert(ids_TK, experts)
     h = silu_mul(grouped_gemm(x_TD[order.token_M], w13, order.ends_E))
-    out = combine(grouped_gemm(h, w2, order.ends_E), order.position_TK, weights_TK)
+    out = combine(grouped_gemm(h, w2, order.ends_E), order.position_TK, ids_TK, weights_TK)
     exact = moe_reference(x_TD.double().float(), w13.float(), w2.float(), ids_TK, weights_TK)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(out.float(), exact, atol=tolerance, rtol=tolerance)

@@ -1,0 +1,404 @@
+# mypy: ignore-errors
+"""Kernels of `moe.py`: the adapters' low-rank products of the routed experts.
+
+The `_rows` form takes one pair per program and suits few pairs: nearly every pair has its own matrices. The `_chunks`
+form takes a run of pairs with the same expert and adapter. Both loop over the live rank of the tables and read nothing
+beyond it, whatever the grid; part 0 is gate, 1 up, 2 down. `t` is in the sorted order of the pairs.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _matrix(arena, places, row, part, expert, SIDE: tl.constexpr, PLACES_STRIDE: tl.constexpr):
+    """Where expert's A (SIDE 0) or B (SIDE 1) begins."""
+    place = places + row.to(tl.int64) * PLACES_STRIDE + part * 4 + SIDE
+    return arena + tl.multiple_of(tl.load(place) + expert * tl.load(place + 2), 16)
+
+
+@triton.jit
+def shrink_rows(
+    x,
+    t,
+    arena,
+    places,
+    ranks,
+    scales,
+    slot_row,
+    token_slot,
+    ids,
+    position,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    D: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BY_PLACE: tl.constexpr,
+    RANK_CAP: tl.constexpr,
+    PLACES_STRIDE: tl.constexpr,
+    RANKS_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """t[place, part] = scale · A x. BY_PLACE: x has a row per sorted pair, else one per token.
+
+    The first tile of A is read before the wait, so that it travels while the predecessor ends.
+    """
+    pair = tl.program_id(0)
+    part = PART + tl.program_id(1) % PARTS
+    slot = tl.load(token_slot + pair // TOP_K)
+    expert = tl.load(ids + pair).to(tl.int32)
+    row = tl.load(slot_row + tl.maximum(slot, 0))
+    rank = tl.load(ranks + row * RANKS_STRIDE + part)
+    rank = tl.where((slot >= 0) & (expert >= 0), rank, 0)
+    scale = tl.load(scales + row * SCALES_STRIDE + part)
+    a = _matrix(arena, places, row, part, expert, 0, PLACES_STRIDE)
+    k = tl.arange(0, BLOCK_K)
+    first = tl.program_id(1) // PARTS * BLOCK_R
+    step = tl.num_programs(1) // PARTS * BLOCK_R
+    for r0 in range(first, rank, step):
+        r = r0 + tl.arange(0, BLOCK_R)
+        a_at = a + r[:, None] * D + k[None, :]
+        w = tl.load(a_at, mask=(r < rank)[:, None] & (k < D)[None, :], other=0.0)
+        if DEPENDENT:
+            gdc_wait()
+            gdc_launch_dependents()
+        place = tl.load(position + pair)
+        x_row = place if BY_PLACE else pair // TOP_K
+        x_at = x + x_row.to(tl.int64) * D + k
+        acc = w.to(tl.float32) * tl.load(x_at, mask=k < D, other=0.0).to(tl.float32)[None, :]
+        for k0 in range(BLOCK_K, D, BLOCK_K):
+            w = tl.load(a_at + k0, mask=(r < rank)[:, None] & (k0 + k < D)[None, :], other=0.0)
+            acc += w.to(tl.float32) * tl.load(x_at + k0, mask=k0 + k < D, other=0.0).to(tl.float32)[None, :]
+        t_at = t + place.to(tl.int64) * (PARTS * RANK_CAP) + (part - PART) * RANK_CAP + r
+        tl.store(t_at, (tl.sum(acc, 1) * scale).to(t.dtype.element_ty), mask=r < rank)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def shrink_chunks(
+    x,
+    t,
+    arena,
+    places,
+    ranks,
+    scales,
+    slot_row,
+    order,
+    chunk_key,
+    chunk_start,
+    chunk_count,
+    num_chunks,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    D: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BY_PLACE: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    RANK_CAP: tl.constexpr,
+    PLACES_STRIDE: tl.constexpr,
+    RANKS_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """t[place, part] = scale · A x for a chunk's pairs; with two parts, each tile of x meets both A's."""
+    chunk = tl.program_id(0)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    if chunk >= tl.load(num_chunks):
+        return
+    key = tl.load(chunk_key + chunk)
+    start = tl.load(chunk_start + chunk)
+    m = tl.arange(0, BLOCK_M)
+    live = m < tl.load(chunk_count + chunk)
+    expert = key // (NUM_SLOTS + 1)
+    row = tl.load(slot_row + key % (NUM_SLOTS + 1) - 1)
+    rank_0 = tl.load(ranks + row * RANKS_STRIDE + PART)
+    rank_1 = tl.load(ranks + row * RANKS_STRIDE + PART + 1) if PARTS == 2 else 0
+    scale_0 = tl.load(scales + row * SCALES_STRIDE + PART)
+    a_0 = _matrix(arena, places, row, PART, expert, 0, PLACES_STRIDE)
+    a_1 = a_0
+    scale_1 = scale_0
+    if PARTS == 2:
+        a_1 = _matrix(arena, places, row, PART + 1, expert, 0, PLACES_STRIDE)
+        scale_1 = tl.load(scales + row * SCALES_STRIDE + PART + 1)
+    if BY_PLACE:
+        x_row = tl.where(live, start + m, start)
+    else:
+        x_row = tl.load(order + start + m, mask=live, other=0) // TOP_K
+    k = tl.arange(0, BLOCK_K)
+    even: tl.constexpr = D % BLOCK_K == 0
+    x_at = x + x_row[:, None].to(tl.int64) * D + k[None, :]
+    t_at = t + (start + m)[:, None].to(tl.int64) * (PARTS * RANK_CAP)
+    first = tl.program_id(1) * BLOCK_R
+    for r0 in range(first, tl.maximum(rank_0, rank_1), tl.num_programs(1) * BLOCK_R):
+        r = r0 + tl.arange(0, BLOCK_R)
+        at = r[None, :] * D + k[:, None]
+        acc_0 = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        acc_1 = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        for k0 in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+            inside = k0 + k < D
+            if even:
+                x_tile = tl.load(x_at + k0)
+                w_0 = tl.load(a_0 + at + k0, mask=(r < rank_0)[None, :], other=0.0)
+            else:
+                x_tile = tl.load(x_at + k0, mask=inside[None, :], other=0.0)
+                w_0 = tl.load(a_0 + at + k0, mask=(r < rank_0)[None, :] & inside[:, None], other=0.0)
+            acc_0 = tl.dot(x_tile, w_0, acc_0, input_precision="ieee")
+            if PARTS == 2:
+                if even:
+                    w_1 = tl.load(a_1 + at + k0, mask=(r < rank_1)[None, :], other=0.0)
+                else:
+                    w_1 = tl.load(a_1 + at + k0, mask=(r < rank_1)[None, :] & inside[:, None], other=0.0)
+                acc_1 = tl.dot(x_tile, w_1, acc_1, input_precision="ieee")
+        t_mask = live[:, None] & (r < rank_0)[None, :]
+        tl.store(t_at + r[None, :], (acc_0 * scale_0).to(t.dtype.element_ty), mask=t_mask)
+        if PARTS == 2:
+            t_mask = live[:, None] & (r < rank_1)[None, :]
+            tl.store(t_at + RANK_CAP + r[None, :], (acc_1 * scale_1).to(t.dtype.element_ty), mask=t_mask)
+
+
+@triton.jit
+def _row_product(b, t_at, rank, n, N: tl.constexpr, BLOCK_R: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Σ_r t[r] B[r, n]; waits after the first tile of B is on its way."""
+    acc = tl.zeros([n.shape[0]], tl.float32)
+    for r0 in range(0, rank, BLOCK_R):
+        r = r0 + tl.arange(0, BLOCK_R)
+        w = tl.load(b + r[:, None] * N + n[None, :], mask=(r < rank)[:, None] & (n < N)[None, :], other=0.0)
+        if DEPENDENT:
+            gdc_wait()
+            gdc_launch_dependents()
+        z = tl.load(t_at + r, mask=r < rank, other=0.0)
+        acc += tl.sum(w.to(tl.float32) * z.to(tl.float32)[:, None], 0)
+    return acc
+
+
+@triton.jit
+def _chunk_product(acc, b, t_at, live, rank, n, N: tl.constexpr, BLOCK_R: tl.constexpr, DEPENDENT: tl.constexpr):
+    """acc + t B; waits after the first tile of B is on its way."""
+    for r0 in range(0, rank, BLOCK_R):
+        r = r0 + tl.arange(0, BLOCK_R)
+        w = tl.load(b + r[:, None] * N + n[None, :], mask=(r < rank)[:, None] & (n < N)[None, :], other=0.0)
+        if DEPENDENT:
+            gdc_wait()
+            gdc_launch_dependents()
+        z = tl.load(t_at + r[None, :], mask=live[:, None] & (r < rank)[None, :], other=0.0)
+        acc = tl.dot(z, w, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def activate_rows(
+    g,
+    t,
+    h,
+    arena,
+    places,
+    ranks,
+    slot_row,
+    token_slot,
+    ids,
+    position,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RANK_CAP: tl.constexpr,
+    PLACES_STRIDE: tl.constexpr,
+    RANKS_STRIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """h = silu(gate + t_gate B_gate) · (up + t_up B_up) for one pair; without an adapter just the activation."""
+    pair = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot = tl.load(token_slot + pair // TOP_K)
+    expert = tl.load(ids + pair).to(tl.int32)
+    row = tl.load(slot_row + tl.maximum(slot, 0))
+    touched = (slot >= 0) & (expert >= 0)
+    rank_gate = tl.where(touched, tl.load(ranks + row * RANKS_STRIDE), 0)
+    rank_up = tl.where(touched, tl.load(ranks + row * RANKS_STRIDE + 1), 0)
+    b_gate = _matrix(arena, places, row, 0, expert, 1, PLACES_STRIDE)
+    b_up = _matrix(arena, places, row, 1, expert, 1, PLACES_STRIDE)
+    # Routing is older than the predecessor: it waited for it.
+    place = tl.load(position + pair).to(tl.int64)
+    t_at = t + place * (2 * RANK_CAP)
+    gate = _row_product(b_gate, t_at, rank_gate, n, INNER, BLOCK_R, DEPENDENT)
+    up = _row_product(b_up, t_at + RANK_CAP, rank_up, n, INNER, BLOCK_R, DEPENDENT)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    if expert >= 0:
+        g_at = g + place * (2 * INNER) + n
+        gate += tl.load(g_at, mask=n < INNER, other=0.0)
+        up += tl.load(g_at + INNER, mask=n < INNER, other=0.0)
+        tl.store(h + place * INNER + n, (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty), mask=n < INNER)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_chunks"])
+def activate_chunks(
+    g,
+    t,
+    h,
+    arena,
+    places,
+    ranks,
+    slot_row,
+    token_slot,
+    order,
+    starts,
+    chunk_key,
+    chunk_start,
+    chunk_count,
+    num_chunks,
+    num_pairs,
+    max_chunks,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    RANK_CAP: tl.constexpr,
+    PLACES_STRIDE: tl.constexpr,
+    RANKS_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """The same for chunks. Programs from max_chunks on take BLOCK_M places each and do the pairs without an adapter."""
+    chunk = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    rank_gate = 0
+    rank_up = 0
+    b_gate = arena
+    b_up = arena
+    if chunk < max_chunks:
+        start = tl.load(chunk_start + chunk)
+        count = tl.load(chunk_count + chunk)
+        if chunk < tl.load(num_chunks):
+            key = tl.load(chunk_key + chunk)
+            expert = key // (NUM_SLOTS + 1)
+            row = tl.load(slot_row + key % (NUM_SLOTS + 1) - 1)
+            rank_gate = tl.load(ranks + row * RANKS_STRIDE)
+            rank_up = tl.load(ranks + row * RANKS_STRIDE + 1)
+            b_gate = _matrix(arena, places, row, 0, expert, 1, PLACES_STRIDE)
+            b_up = _matrix(arena, places, row, 1, expert, 1, PLACES_STRIDE)
+        else:
+            start = 0
+            count = 0
+        live = m < count
+    else:
+        start = (chunk - max_chunks) * BLOCK_M
+        inside = start + m < tl.load(starts + NUM_EXPERTS)
+        pair = tl.load(order + start + m, mask=inside, other=0)
+        live = inside & (tl.load(token_slot + pair // TOP_K, mask=inside, other=0) < 0)
+    place = start + m
+    mask = live[:, None] & (n < INNER)[None, :]
+    t_at = t + place[:, None].to(tl.int64) * (2 * RANK_CAP)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    gate = _chunk_product(acc, b_gate, t_at, live, rank_gate, n, INNER, BLOCK_R, DEPENDENT)
+    up = _chunk_product(acc, b_up, t_at + RANK_CAP, live, rank_up, n, INNER, BLOCK_R, DEPENDENT)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    g_at = g + place[:, None].to(tl.int64) * (2 * INNER) + n[None, :]
+    gate += tl.load(g_at, mask=mask, other=0.0)
+    up += tl.load(g_at + INNER, mask=mask, other=0.0)
+    h_at = h + place[:, None].to(tl.int64) * INNER + n[None, :]
+    tl.store(h_at, (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def expand_rows(
+    t,
+    delta,
+    arena,
+    places,
+    ranks,
+    slot_row,
+    token_slot,
+    ids,
+    position,
+    N: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RANK_CAP: tl.constexpr,
+    PLACES_STRIDE: tl.constexpr,
+    RANKS_STRIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """delta[pair] = t B_down. Pairs that no adapter touches are not written."""
+    pair = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot = tl.load(token_slot + pair // TOP_K)
+    expert = tl.load(ids + pair).to(tl.int32)
+    row = tl.load(slot_row + tl.maximum(slot, 0))
+    rank = tl.where((slot >= 0) & (expert >= 0), tl.load(ranks + row * RANKS_STRIDE + 2), 0)
+    b = _matrix(arena, places, row, 2, expert, 1, PLACES_STRIDE)
+    t_at = t + tl.load(position + pair).to(tl.int64) * RANK_CAP
+    acc = _row_product(b, t_at, rank, n, N, BLOCK_R, DEPENDENT)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    if rank > 0:
+        tl.store(delta + pair.to(tl.int64) * N + n, acc.to(delta.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def expand_chunks(
+    t,
+    delta,
+    arena,
+    places,
+    ranks,
+    slot_row,
+    order,
+    chunk_key,
+    chunk_start,
+    chunk_count,
+    num_chunks,
+    N: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    RANK_CAP: tl.constexpr,
+    PLACES_STRIDE: tl.constexpr,
+    RANKS_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    if chunk >= tl.load(num_chunks):
+        if DEPENDENT:
+            gdc_wait()
+            gdc_launch_dependents()
+        return
+    key = tl.load(chunk_key + chunk)
+    start = tl.load(chunk_start + chunk)
+    live = m < tl.load(chunk_count + chunk)
+    row = tl.load(slot_row + key % (NUM_SLOTS + 1) - 1)
+    rank = tl.load(ranks + row * RANKS_STRIDE + 2)
+    b = _matrix(arena, places, row, 2, key // (NUM_SLOTS + 1), 1, PLACES_STRIDE)
+    t_at = t + (start + m)[:, None].to(tl.int64) * RANK_CAP
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = _chunk_product(acc, b, t_at, live, rank, n, N, BLOCK_R, DEPENDENT)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    if rank > 0:
+        pair = tl.load(order + start + m, mask=live, other=0).to(tl.int64)
+        mask = live[:, None] & (n < N)[None, :]
+        tl.store(delta + pair[:, None] * N + n[None, :], acc.to(delta.dtype.element_ty), mask=mask)

@@ -1,0 +1,21 @@
+"""Runs `interpreted_moe.py` with TRITON_INTERPRET=1."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = Path(__file__).with_name("interpreted_moe.py")
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("marker", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_moe_kernels(marker: str) -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "--timeout=1500", "-m", marker, str(CASES)]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
