@@ -71,13 +71,26 @@ def choose_role(fit: ParameterFit, decided: set[Role], peft_version: str | None,
         return next(iter(fit.roles))
     if len(decided) == 1:
         return next(iter(decided))
-    match = re.match(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", peft_version or "")
-    if match is None:
+    role = role_of_version(peft_version)
+    if role is None:
         raise AdapterError(
             f"tensor {tensor!r}: the {fit.parameter} parameter is square, so only peft_version in adapter_config.json "
             "tells how it was written; set the field to the version of PEFT that saved the adapter"
         )
+    return role
+
+
+def role_of_version(peft_version: str | None) -> Role | None:
+    """The role that this PEFT writes; None when the text is no version."""
+    match = re.match(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", peft_version or "")
+    if match is None:
+        return None
     return "natural" if tuple(int(n or 0) for n in match.groups()) >= _FIRST_NATURAL else "exchanged"
+
+
+def flatten(a_ERD: torch.Tensor, b_ENR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [E, r, in], B [E, out, r] → lora_A [E·r, in], lora_B [out, r·E], in the natural role."""
+    return a_ERD.flatten(0, 1), b_ENR.permute(1, 2, 0).flatten(1)
 
 
 def unflatten(

@@ -6,13 +6,15 @@ is worse than one that is refused.
 """
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from loraplex.engine.lora.adapter import HostAdapter, SiteDelta, SiteShape
-from loraplex.engine.lora.adapter_config import CONFIG_FILE, parse_config
+from loraplex.engine.lora.adapter_config import CONFIG_FILE, AdapterConfig, parse_config
 from loraplex.engine.lora.errors import AdapterError
 from loraplex.engine.lora.fused_experts import BLayout, unflatten
 from loraplex.engine.lora.pairs import Pair, make_pairs, match_names, rank_notes
@@ -24,6 +26,25 @@ _UNSLOTH_NOTE = (
     "which cannot be seen from the file; compare the answers with the training framework's, and if they differ "
     "convert the adapter with `loraplex adapter convert --lora-b-layout expert-major`"
 )
+
+
+def read_config(folder: Path) -> AdapterConfig:
+    """adapter_config.json of the adapter in `folder`. Raises AdapterError."""
+    return parse_config(_config_bytes(folder))
+
+
+def read_config_object(folder: Path) -> dict[str, Any]:
+    """The same file's fields as they are, once they are known to be good."""
+    text = _config_bytes(folder)
+    parse_config(text)
+    fields: dict[str, Any] = json.loads(text)
+    return fields
+
+
+def _config_bytes(folder: Path) -> bytes:
+    if not folder.is_dir():
+        raise AdapterError("the adapter folder does not exist", status=404)
+    return read_small_file(folder, CONFIG_FILE, _MAX_CONFIG)
 
 
 def read_adapter(
@@ -45,9 +66,7 @@ def read_adapter(
         AdapterError: status 404 when a file is missing, 422 when the adapter is wrong or not supported.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        raise AdapterError("the adapter folder does not exist", status=404)
-    config = parse_config(read_small_file(folder, CONFIG_FILE, _MAX_CONFIG))
+    config = read_config(folder)
     with open_tensors(folder) as file:
         names = match_names(file.entries, sites, strict=strict)
         pairs = make_pairs(names.modules, file.entries, sites, config, max_rank)

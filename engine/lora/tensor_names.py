@@ -22,13 +22,13 @@ _NAME = re.compile(
     r"(?:base_model\.model\.){0,2}(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?(?P<weight>\.weight)?"
 )
 _EXPERT = re.compile(r"(?P<parent>.+)\.(?P<index>0|[1-9][0-9]{0,5})\.(?P<projection>[a-z0-9_]+)")
-_PARTS = {
+PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 _REASONS = (
     (r"\.lora_magnitude_vector", "DoRA (lora_magnitude_vector) is not supported"),
@@ -69,6 +69,19 @@ def parse_name(name: str) -> ParsedName | None:
     return ParsedName(match["module"], "A" if match["factor"] == "A" else "B", not match["weight"]) if match else None
 
 
+@dataclass(frozen=True)
+class ExpertName:
+    parent: str
+    index: int
+    projection: str
+
+
+def split_expert(module: str) -> ExpertName | None:
+    """`….experts.3.up_proj` → (`….experts`, 3, `up_proj`); None for a module that is not in an expert."""
+    match = _EXPERT.fullmatch(module)
+    return ExpertName(match["parent"], int(match["index"]), match["projection"]) if match else None
+
+
 def is_head_copy(name: str) -> bool:
     """PEFT saves the whole base head beside a LoRA on lm_head."""
     return bool(re.fullmatch(r"(base_model\.model\.){0,2}lm_head\.base_layer\.weight", name))
@@ -99,17 +112,17 @@ def _spellings(module: str) -> Iterator[str]:
 
 def _place_as_spelt(module: str, sites: Mapping[str, SiteShape]) -> Place | None:
     parent, _, last = module.rpartition(".")
-    site = sites.get(module) or sites.get(f"{parent}.{_MIXTRAL.get(last, last)}")
+    site = sites.get(module) or sites.get(f"{parent}.{MIXTRAL.get(last, last)}")
     if site is not None and (site.path == module or site.kind == "experts"):
         return Place("dense" if site.kind == "dense" else "stack", (site,))
-    if parts := _all_sites(parent, _PARTS.get(last, ()), sites, "dense"):
+    if parts := _all_sites(parent, PARTS.get(last, ()), sites, "dense"):
         return Place("dense", parts)
-    if parts := _all_sites(parent, _PARTS.get(last, ()), sites, "experts"):
+    if parts := _all_sites(parent, PARTS.get(last, ()), sites, "experts"):
         return Place("stack", parts)
-    if match := _EXPERT.fullmatch(module):
-        site = sites.get(f"{match['parent']}.{_MIXTRAL.get(match['projection'], match['projection'])}")
-        if site is not None and site.kind == "experts" and int(match["index"]) < site.num_experts:
-            return Place("expert", (site,), expert=int(match["index"]))
+    if expert := split_expert(module):
+        site = sites.get(f"{expert.parent}.{MIXTRAL.get(expert.projection, expert.projection)}")
+        if site is not None and site.kind == "experts" and expert.index < site.num_experts:
+            return Place("expert", (site,), expert=expert.index)
     is_base_layer = last == "base_layer"
     if projections := _all_sites(parent if is_base_layer else module, EXPERT_PROJECTIONS, sites, "experts"):
         return Place("parameter", projections, is_base_layer=is_base_layer)

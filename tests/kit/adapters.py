@@ -72,7 +72,9 @@ def make_adapter(
         if kind == "OUTER":
             factors = share_outer(factors)
         tensors = _WRITERS.get(kind, per_expert_tensors)(factors, experts)
-        extra = {"target_parameters": list(EXPERT_PARAMETERS)} if kind == "FUSED" else {}
+        extra = {}
+        if kind == "FUSED":
+            extra = {"target_parameters": list(EXPERT_PARAMETERS), "rank_pattern": {r".*\.gate_up_proj": 2 * r}}
         tensors = {name: t.to(getattr(torch, dtype)) for name, t in tensors.items()}
         write_adapter(path, tensors, r=r, lora_alpha=alpha, **(extra | config))
 
