@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0 done, 1 the adapter or the model is at fault; argparse exits with 2 for bad usage."""
     args = _parser().parse_args(argv)
-    run = {"inspect": _inspect, "convert": _convert}[args.command]
+    run = {"inspect": _inspect, "verify": _verify, "convert": _convert}[args.command]
     try:
         run(args)
     except (ValueError, OSError) as error:
@@ -31,7 +31,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     inspect = commands.add_parser("inspect", help="what an adapter holds, and how much of a model it covers")
     convert = commands.add_parser("convert", help="write its routed experts in another layout")
-    for command in (inspect, convert):
+    verify = commands.add_parser("verify", help="compare it here with the same adapter merged into the weights")
+    for command in (inspect, verify, convert):
         command.add_argument("adapter", type=Path, metavar="DIR", help="the adapter's folder")
     convert.add_argument("target", type=Path, metavar="OUT", help="the new folder; may not exist")
     convert.add_argument("--layout", choices=("per-expert", "fused"), required=True, help="layout of the new adapter")
@@ -39,8 +40,18 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=DTYPES, help="of the copy on the device (default: the model's, or bfloat16)"
     )
     inspect.add_argument("--json", action="store_true", help="print JSON")
-    for command in (inspect, convert):
-        command.add_argument("--model", type=Path, metavar="DIR", help="the base model's folder")
+    verify.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute, in fp32")
+    verify.add_argument("--tokens", type=int, default=64, metavar="N", help="length of the random prompt (default: 64)")
+    verify.add_argument(
+        "--tol",
+        type=float,
+        default=0.01,
+        metavar="X",
+        help="largest difference, as a share of what the adapter changes (default: 0.01)",
+    )
+    for command in (inspect, verify, convert):
+        required = command is verify
+        command.add_argument("--model", type=Path, metavar="DIR", required=required, help="the base model's folder")
         command.add_argument(
             "--lora-b-layout",
             choices=("rank-major", "expert-major"),
@@ -58,6 +69,29 @@ def _inspect(args: argparse.Namespace) -> None:
         print(json.dumps(dataclasses.asdict(report), indent=2))
     else:
         print("\n".join(_report_lines(report)))
+
+
+def _verify(args: argparse.Namespace) -> None:
+    from loraplex.engine.lora.verify import verify_adapter
+
+    print(f"{'':24}{'difference':>12}{'effect':>12}{'largest value':>16}")
+    wrong = []
+    for c in verify_adapter(
+        args.adapter, args.model, device=args.device, tokens=args.tokens, b_layout=args.lora_b_layout
+    ):
+        is_good = c.within(args.tol)
+        print(
+            f"{c.name:24}{c.difference:12.3g}{c.effect:12.3g}{c.size:16.4g}{'' if is_good else '  MISMATCH'}",
+            flush=True,
+        )
+        if not is_good:
+            wrong.append(c)
+    if wrong:
+        first = wrong[0]
+        raise ValueError(
+            f"{first.name} differs by {first.difference:.3g} from the merged weights ({len(wrong)} mismatches in all)"
+        )
+    print("the adapter does here what merging it into the weights does")
 
 
 def _convert(args: argparse.Namespace) -> None:

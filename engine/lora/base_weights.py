@@ -1,4 +1,4 @@
-"""The base weights at adaptable sites, read from a checkpoint one matrix at a time."""
+"""A checkpoint's weights, read one at a time."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,18 +38,22 @@ class BaseWeights:
             name = f"{site.path}.weight"
             if name == HEAD and name not in self._file_of:
                 name = EMBEDDING  # tied
-            return self._slice(name, shape)[:].float()
+            return self.slice(name, shape)[:].float()
         parent, _, projection = site.path.rpartition(".")
         name = f"{parent}.{expert}.{projection}.weight"
         if name in self._file_of:
-            return self._slice(name, shape)[:].float()
+            return self.slice(name, shape)[:].float()
         if projection == "down_proj":
-            return self._slice(f"{parent}.down_proj", (site.num_experts, *shape))[expert].float()
-        fused = self._slice(f"{parent}.gate_up_proj", (site.num_experts, 2 * shape[0], shape[1]))
+            return self.slice(f"{parent}.down_proj", (site.num_experts, *shape))[expert].float()
+        fused = self.slice(f"{parent}.gate_up_proj", (site.num_experts, 2 * shape[0], shape[1]))
         start = shape[0] if projection == "up_proj" else 0
         return fused[expert, start : start + shape[0]].float()
 
-    def _slice(self, name: str, shape: tuple[int, ...]) -> Any:
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def slice(self, name: str, shape: tuple[int, ...]) -> Any:
+        """A lazily read view of a tensor that must have this shape."""
         path = self._file_of.get(name)
         if path is None:
             raise ValueError(f"{self._folder}: missing from the checkpoint: {name}")
