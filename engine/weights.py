@@ -36,12 +36,12 @@ def load_weights(model: CausalLM, folder: str | Path, parallel: Parallel, progre
     Raises ValueError for missing, unreadable, surplus, doubled or misshapen tensors, and for NaN or Inf in them.
     """
     loader = _Loader(model)
-    files = _checkpoint_files(Path(folder))
+    files = checkpoint_files(Path(folder))
     total = sum(len(names) for names in files.values())
     silent = not progress or parallel.rank > 0
     with tqdm(total=total, desc="loading weights", unit=" tensors", disable=silent) as bar:
         for path, names in files.items():
-            with _open(path) as file:
+            with open_weights(path) as file:
                 for name in names:
                     loader.load(path, file, name)
                     bar.update()
@@ -103,7 +103,7 @@ class _Loader:
             if filled in self.filled_by:
                 raise ValueError(f"{path}: {name} is there twice (also as {self.filled_by[filled]})")
             self.filled_by[filled] = name
-        view = _slices(path, file, name, owned.shape)
+        view = checked_slice(path, file, name, owned.shape)
         flags = []
         for piece in owned.pieces:
             if piece.dest.numel():
@@ -128,8 +128,8 @@ class _Loader:
     def _compare_tied(self, path: Path, name: str) -> None:
         """A head beside a tied embedding is accepted when it is the same; which one to believe is not our choice."""
         owned = self.owned[EMBEDDING]
-        with _open(path) as file:
-            view = _slices(path, file, name, owned.shape)
+        with open_weights(path) as file:
+            view = checked_slice(path, file, name, owned.shape)
             for piece in owned.pieces:
                 copy = view[piece.box].to(piece.dest.device, piece.dest.dtype)
                 if not torch.equal(copy, piece.dest):
@@ -138,14 +138,14 @@ class _Loader:
                     )
 
 
-def _checkpoint_files(folder: Path) -> dict[Path, list[str]]:
+def checkpoint_files(folder: Path) -> dict[Path, list[str]]:
     """Tensor names by file. Files are complete and name each tensor once."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return _indexed_files(index)
     single = folder / "model.safetensors"
     if single.is_file():
-        with _open(single) as file:
+        with open_weights(single) as file:
             return {single: sorted(file.keys())}
     if any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
@@ -168,7 +168,7 @@ def _indexed_files(index: Path) -> dict[Path, list[str]]:
         path = index.parent / file_name
         if Path(file_name).name != file_name or not path.is_file():
             raise ValueError(f"{index}: {file_name} is not in the folder, it should hold {min(expected)}")
-        with _open(path) as file:
+        with open_weights(path) as file:
             found = set(file.keys())
         if expected != found:
             name = min(expected ^ found)
@@ -179,7 +179,7 @@ def _indexed_files(index: Path) -> dict[Path, list[str]]:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[Any]:
+def open_weights(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
@@ -187,7 +187,7 @@ def _open(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
 
 
-def _slices(path: Path, file: Any, name: str, shape: tuple[int, ...]) -> Any:
+def checked_slice(path: Path, file: Any, name: str, shape: tuple[int, ...]) -> Any:
     """A lazily read view of a tensor whose type and shape have been checked."""
     view = file.get_slice(name)
     if view.get_dtype() not in FLOAT_DTYPES:

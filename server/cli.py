@@ -7,19 +7,24 @@ from collections.abc import Sequence
 HELP = """\
 usage: loraplex serve MODEL_DIR [flags]   serve a model and its LoRA adapters over the OpenAI HTTP API
        loraplex serve --help              all flags, grouped, with their defaults
+       loraplex adapter --help            look at adapter folders, rewrite them
        loraplex --version                 version
        loraplex help                      this text
 """
-COMMANDS = ("serve", "help", "-h", "--help", "--version")
+COMMANDS = ("serve", "adapter", "help", "-h", "--help", "--version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0 done, 1 the server failed, 2 the command line was wrong."""
+    """Runs one command; returns the exit status: 0 done, 1 it failed, 2 the command line was wrong."""
     argv = sys.argv[1:] if argv is None else argv
     command, rest = (argv[0], argv[1:]) if argv else ("", [])
     match command:
         case "serve":
             return _serve(rest)
+        case "adapter":
+            from loraplex.server.adapter_cli import main as adapter_main
+
+            return adapter_main(rest)
         case "help" | "-h" | "--help":
             print(HELP, end="")
             return 0

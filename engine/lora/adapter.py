@@ -1,6 +1,6 @@
 """`HostAdapter`: an adapter in host memory, as the model's sites see it and free of file layouts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -71,8 +71,15 @@ class HostAdapter:
     @property
     def nbytes(self) -> int:
         """Bytes of all A and B; a shared A counts once."""
-        tensors = {(t.data_ptr(), t.shape): t.nbytes for d in self.sites.values() for t in (d.a, d.b)}
-        return sum(tensors.values())
+        return sum(t.nbytes for t in self._distinct_tensors())
+
+    @property
+    def numel(self) -> int:
+        """Elements of all A and B; a shared A counts once."""
+        return sum(t.numel() for t in self._distinct_tensors())
+
+    def _distinct_tensors(self) -> Iterable[torch.Tensor]:
+        return {(t.data_ptr(), t.shape): t for d in self.sites.values() for t in (d.a, d.b)}.values()
 
     @property
     def modules(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ A parameter is [E, out, in]: gate_up [E, 2I, H] (gate rows first), down [E, H, I
 
 In the natural role a = in and b = out. PEFT before 0.19.1 exchanged them (a = out, b = in), so ΔW_e is the transpose of
 B_e A_e: shrink with B_eᵀ, expand with A_eᵀ. Shapes tell the role, and which parameter it is, except for a square one.
+Unsloth before 2026-09-17 wrote lora_B expert-major instead, column e·r + j, which no shape tells.
 
 Example, E = 2, r = 2: lora_A rows are e0j0 e0j1 e1j0 e1j1; lora_B columns are j0e0 j0e1 j1e0 j1e1.
 """
@@ -23,6 +24,9 @@ from loraplex.engine.lora.errors import AdapterError
 Parameter = Literal["gate_up_proj", "down_proj"]
 PARAMETERS: tuple[Parameter, ...] = get_args(Parameter)
 Role = Literal["natural", "exchanged"]
+BLayout = Literal["rank-major", "expert-major"]
+"""Order of lora_B's columns: j·E + e, or e·r + j."""
+B_LAYOUTS: tuple[BLayout, ...] = get_args(BLayout)
 _FIRST_NATURAL = (0, 19, 1)
 
 
@@ -67,20 +71,38 @@ def choose_role(fit: ParameterFit, decided: set[Role], peft_version: str | None,
         return next(iter(fit.roles))
     if len(decided) == 1:
         return next(iter(decided))
-    match = re.match(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", peft_version or "")
-    if match is None:
+    role = role_of_version(peft_version)
+    if role is None:
         raise AdapterError(
             f"tensor {tensor!r}: the {fit.parameter} parameter is square, so only peft_version in adapter_config.json "
             "tells how it was written; set the field to the version of PEFT that saved the adapter"
         )
+    return role
+
+
+def role_of_version(peft_version: str | None) -> Role | None:
+    """The role that this PEFT writes; None when the text is no version."""
+    match = re.match(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", peft_version or "")
+    if match is None:
+        return None
     return "natural" if tuple(int(n or 0) for n in match.groups()) >= _FIRST_NATURAL else "exchanged"
 
 
-def unflatten(a: torch.Tensor, b: torch.Tensor, num_experts: int, role: Role) -> tuple[torch.Tensor, torch.Tensor]:
+def flatten(a_ERD: torch.Tensor, b_ENR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [E, r, in], B [E, out, r] → lora_A [E·r, in], lora_B [out, r·E], in the natural role."""
+    return a_ERD.flatten(0, 1), b_ENR.permute(1, 2, 0).flatten(1)
+
+
+def unflatten(
+    a: torch.Tensor, b: torch.Tensor, num_experts: int, role: Role, b_layout: BLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
     """lora_A [E·r, ·], lora_B [·, r·E] → a_ERD [E, r, in], b_ENR [E, out, r]."""
     rank = a.shape[0] // num_experts
     first_ERa = a.view(num_experts, rank, -1)
-    second_bRE = b.view(b.shape[0], rank, num_experts)
+    if b_layout == "rank-major":
+        second_bRE = b.view(b.shape[0], rank, num_experts)
+    else:
+        second_bRE = b.view(b.shape[0], num_experts, rank).mT
     if role == "natural":
         return first_ERa, second_bRE.permute(2, 0, 1).contiguous()
     return second_bRE.permute(2, 1, 0).contiguous(), first_ERa.mT.contiguous()

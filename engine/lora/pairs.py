@@ -8,7 +8,7 @@ from loraplex.engine.lora.adapter_config import CONFIG_FILE, AdapterConfig
 from loraplex.engine.lora.errors import AdapterError
 from loraplex.engine.lora.fused_experts import PARAMETERS, ParameterFit, Role, choose_role, fit_shapes
 from loraplex.engine.lora.tensor_file import TENSOR_FILE, Entry
-from loraplex.engine.lora.tensor_names import Place, find_place, is_head_copy, refuse_known, split_name
+from loraplex.engine.lora.tensor_names import Place, find_place, is_head_copy, parse_name, refuse_known
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,19 @@ class Pair:
     """Tensor names."""
     place: Place
     sites: tuple[SiteShape, ...]
-    """The site, or several that share A and split the rows of B in this order."""
+    """The site, or several that split the rows of B in this order. They share A, or A has `rank` rows for each."""
     rank: int
     scale: float
     role: Role = "natural"
+    is_shared: bool = False
+    """All experts of a stack share A or B."""
 
     @property
     def layout(self) -> str:
         if self.place.form == "parameter":
             return "fused experts" if self.role == "natural" else "fused experts (exchanged)"
+        if self.place.form == "stack":
+            return "stacked experts (shared outer)" if self.is_shared else "stacked experts"
         return {"dense": "dense", "expert": "per-expert"}[self.place.form]
 
 
@@ -55,14 +59,15 @@ def match_names(entries: Mapping[str, Entry], sites: Mapping[str, SiteShape], *,
             notes.append(f"tensor {name!r} is the base model's own head, saved by PEFT; it is not used")
             continue
         refuse_known(name)
-        parsed = split_name(name)
-        if parsed is None or find_place(parsed[0], sites) is None:
+        parsed = parse_name(name)
+        place = find_place(parsed.module, sites) if parsed else None
+        if parsed is None or place is None or (parsed.is_bare and place.form != "stack"):
             ignored.append(name)
             continue
-        module, factor = parsed
-        if other := factors.setdefault(module, {}).get(factor):
+        of_module = factors.setdefault(parsed.module, {})
+        if other := of_module.get(parsed.factor):
             raise AdapterError(f"tensors {other!r} and {name!r} are for the same place")
-        factors[module][factor] = name
+        of_module[parsed.factor] = name
     if not factors:
         first = f" (first: {ignored[0]!r})" if ignored else ""
         raise AdapterError(f"no tensor of {TENSOR_FILE} has a place in this model{first}: was it made for another one?")
@@ -92,8 +97,9 @@ def make_pairs(
         if place.form == "parameter":
             pair = fused.pair(module)
         else:
-            rank = shapes.rank(a, b, place.sites)
-            pair = Pair(module, a, b, place, place.sites, rank, config.scale(module, rank))
+            rank = shapes.rank(a, b, place)
+            shared = place.form == "stack" and shapes.is_shared(a, b, place.sites[0].num_experts)
+            pair = Pair(module, a, b, place, place.sites, rank, config.scale(module, rank), is_shared=shared)
         if pair.rank > max_rank:
             raise AdapterError(f"tensor {a!r} has rank {pair.rank}, above the limit of {max_rank} (--max-lora-rank)")
         pairs.append(pair)
@@ -151,16 +157,41 @@ class _Shapes:
             raise AdapterError(f"tensor {name!r} is {list(shape)}; a matrix was expected")
         return shape[0], shape[1]
 
-    def rank(self, a: str, b: str, sites: tuple[SiteShape, ...]) -> int:
-        """r of A [r, in] and B [out, r] that fit the sites."""
-        a_shape, b_shape = self.matrix(a), self.matrix(b)
+    def rank(self, a: str, b: str, place: Place) -> int:
+        """r of A [r, in] and B [out, r] that fit the sites, with experts (or 1 for all) in front in a stack.
+
+        A of n sites may have n · r rows: their own A's on top of each other.
+        """
+        sites = place.sites
         d_in, d_out = sites[0].in_features, sum(s.out_features for s in sites)
-        rank = a_shape[0]
-        if a_shape[1] != d_in or rank == 0:
-            raise AdapterError(f"tensor {a!r} is {list(a_shape)} but this model needs [rank, {d_in}]")
-        if b_shape != (d_out, rank):
-            raise AdapterError(f"tensor {b!r} is {list(b_shape)} but this model and its lora_A need [{d_out}, {rank}]")
+        num_experts = sites[0].num_experts if place.form == "stack" else None
+        (rows, a_width), (b_rows, rank) = self._inner(a, num_experts), self._inner(b, num_experts)
+        lead = "" if num_experts is None else f"{num_experts} or 1, "
+        if a_width != d_in or rows == 0:
+            raise AdapterError(f"tensor {a!r} is {self._show(a)} but this model needs [{lead}rank, {d_in}]")
+        if b_rows != d_out or rank == 0 or rows not in (rank, len(sites) * rank):
+            raise AdapterError(
+                f"tensor {b!r} is {self._show(b)} but this model and its lora_A need [{lead}{d_out}, {rows}]"
+            )
         return rank
+
+    def is_shared(self, a: str, b: str, num_experts: int) -> bool:
+        return num_experts > 1 and 1 in (self._entries[a].shape[0], self._entries[b].shape[0])
+
+    def _inner(self, name: str, num_experts: int | None) -> tuple[int, int]:
+        """The matrix, or that of one expert."""
+        if num_experts is None:
+            return self.matrix(name)
+        shape = self._entries[name].shape
+        if len(shape) != 3 or shape[0] not in (1, num_experts):
+            raise AdapterError(
+                f"tensor {name!r} is {self._show(name)}; three dimensions were expected, the first {num_experts} (the "
+                "model's experts) or 1 (shared by all)"
+            )
+        return shape[1], shape[2]
+
+    def _show(self, name: str) -> str:
+        return str(list(self._entries[name].shape))
 
     def flattened_rank(self, a: str, b: str, num_experts: int) -> int:
         """r of A [E·r, ·] and B [·, r·E]."""

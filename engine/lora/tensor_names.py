@@ -1,24 +1,34 @@
 """The grammar of tensor names, against the model's site tree. What the grammar does not know has no place.
 
-name      = {"base_model.model."} module ".lora_" ("A" | "B") [".default"] ".weight"      prefix 0, 1 or 2 times
-module    = dense site | parts | expert | parameter
-parts     = dense parent ".qkv_proj" | ".gate_up_proj"                  B's rows are split among the sites
+name      = {"base_model.model."} module ".lora_" ("A" | "B") [".default"] [".weight"]    prefix 0, 1 or 2 times
+module    = dense site | parts | expert | stack | parameter
+parts     = dense parent ".qkv_proj" | ".gate_up_proj" | …              B's rows are split among the sites
 expert    = experts parent "." number "." projection                    one expert of an experts site
+stack     = experts parent "." projection | ".gate_up_proj"             3-D, all experts; ".weight" may be missing
 parameter = experts parent [".base_layer"]                              fused 3-D parameter, flattened (PEFT)
+
+A module that the tree does not have is looked up under its other spellings (`_spellings`).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from loraplex.engine.lora.adapter import SiteShape
 from loraplex.engine.lora.errors import AdapterError
 
-_NAME = re.compile(r"(?:base_model\.model\.){0,2}(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
+_NAME = re.compile(
+    r"(?:base_model\.model\.){0,2}(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?(?P<weight>\.weight)?"
+)
 _EXPERT = re.compile(r"(?P<parent>.+)\.(?P<index>0|[1-9][0-9]{0,5})\.(?P<projection>[a-z0-9_]+)")
-_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+PARTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 _REASONS = (
     (r"\.lora_magnitude_vector", "DoRA (lora_magnitude_vector) is not supported"),
@@ -36,18 +46,40 @@ _REASONS_COMPILED = tuple((re.compile(pattern), reason) for pattern, reason in _
 class Place:
     """Where the pair of one module belongs."""
 
-    form: Literal["dense", "expert", "parameter"]
+    form: Literal["dense", "expert", "stack", "parameter"]
     sites: tuple[SiteShape, ...]
-    """dense: the site, or the parts of a fused projection in row order. expert: the experts site. parameter: gate, up
-    and down of the layer; shapes tell which of them the tensors are for."""
+    """dense and stack: the site, or the parts of a fused projection in row order. expert: the experts site. parameter:
+    gate, up and down of the layer; shapes tell which of them the tensors are for."""
     expert: int = 0
     is_base_layer: bool = False
 
 
-def split_name(name: str) -> tuple[str, str] | None:
-    """(module, "A" or "B"), or None for a name outside the grammar. Module is the name that PEFT's patterns match."""
+@dataclass(frozen=True)
+class ParsedName:
+    module: str
+    """The name that PEFT's patterns match."""
+    factor: Literal["A", "B"]
+    is_bare: bool
+    """Without `.weight`, as 3-D tensors may be called."""
+
+
+def parse_name(name: str) -> ParsedName | None:
+    """None for a name outside the grammar."""
     match = _NAME.fullmatch(name)
-    return (match["module"], match["factor"]) if match else None
+    return ParsedName(match["module"], "A" if match["factor"] == "A" else "B", not match["weight"]) if match else None
+
+
+@dataclass(frozen=True)
+class ExpertName:
+    parent: str
+    index: int
+    projection: str
+
+
+def split_expert(module: str) -> ExpertName | None:
+    """`….experts.3.up_proj` → (`….experts`, 3, `up_proj`); None for a module that is not in an expert."""
+    match = _EXPERT.fullmatch(module)
+    return ExpertName(match["parent"], int(match["index"]), match["projection"]) if match else None
 
 
 def is_head_copy(name: str) -> bool:
@@ -56,16 +88,41 @@ def is_head_copy(name: str) -> bool:
 
 
 def find_place(module: str, sites: Mapping[str, SiteShape]) -> Place | None:
-    """The place of a module in the model, None when it has none."""
-    if (site := sites.get(module)) is not None:
-        return Place("dense", (site,)) if site.kind == "dense" else None
+    """The place of a module in the model; None when it has none, or several under its other spellings."""
+    if place := _place_as_spelt(module, sites):
+        return place
+    found = [place for spelling in _spellings(module) if (place := _place_as_spelt(spelling, sites))]
+    return found[0] if len(found) == 1 else None
+
+
+def _spellings(module: str) -> Iterator[str]:
+    """Names that the module may have in a text-only model, or under another version of transformers.
+
+    Multimodal models hold the same decoder below `language_model`. Mixtral's `block_sparse_moe`, the name in its
+    checkpoints, is `mlp` in transformers 5. Some trainers call the head `unembed_tokens`.
+    """
+    inner = re.sub(r"^(model\.)?language_model\.", r"\1", module)
+    if inner in ("unembed_tokens", "model.unembed_tokens"):
+        yield "lm_head"
+    moe = inner.replace(".block_sparse_moe.", ".mlp.")
+    if moe == inner:
+        moe = inner.replace(".mlp.", ".block_sparse_moe.")
+    yield from {inner, moe} - {module}
+
+
+def _place_as_spelt(module: str, sites: Mapping[str, SiteShape]) -> Place | None:
     parent, _, last = module.rpartition(".")
-    if parts := _all_sites(parent, _PARTS.get(last, ()), sites, "dense"):
+    site = sites.get(module) or sites.get(f"{parent}.{MIXTRAL.get(last, last)}")
+    if site is not None and (site.path == module or site.kind == "experts"):
+        return Place("dense" if site.kind == "dense" else "stack", (site,))
+    if parts := _all_sites(parent, PARTS.get(last, ()), sites, "dense"):
         return Place("dense", parts)
-    if match := _EXPERT.fullmatch(module):
-        site = sites.get(f"{match['parent']}.{match['projection']}")
-        if site is not None and site.kind == "experts" and int(match["index"]) < site.num_experts:
-            return Place("expert", (site,), expert=int(match["index"]))
+    if parts := _all_sites(parent, PARTS.get(last, ()), sites, "experts"):
+        return Place("stack", parts)
+    if expert := split_expert(module):
+        site = sites.get(f"{expert.parent}.{MIXTRAL.get(expert.projection, expert.projection)}")
+        if site is not None and site.kind == "experts" and expert.index < site.num_experts:
+            return Place("expert", (site,), expert=expert.index)
     is_base_layer = last == "base_layer"
     if projections := _all_sites(parent if is_base_layer else module, EXPERT_PROJECTIONS, sites, "experts"):
         return Place("parameter", projections, is_base_layer=is_base_layer)

@@ -5,8 +5,10 @@ from `Factors` (A, B per site, plain to reason about) through one of the writers
 """
 
 import json
+import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ PREFIX = "base_model.model."
 EXPERT_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 A_RANKS = (1, 2, 3, 8, 16, 64)
 """Ranks of A2, A3 … in turn; A1 has rank 4."""
+
+W_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""Mixtral's names of the experts' projections."""
 
 Factors = dict[str, tuple[Tensor, Tensor]]
 """Site path → (A, B). Dense: A [r, in], B [out, r].
@@ -49,9 +54,11 @@ def make_adapter(
     """Folder of a random adapter for the checkpoint.
 
     kind: A1 (q, v, o + fused experts, rank_pattern, alpha_pattern, rslora; by PEFT), ATT (q, k, v, o; by
-    PEFT), EXP (routed experts, per-expert 2-D keys), FUSED (routed experts as target_parameters), ROUTER
-    (mlp.gate), SHARED (q + the shared expert of qwen2_moe), MLP (dense gate, up, down), ALL (attention +
-    router + EXP).
+    PEFT), EXP (routed experts, per-expert 2-D keys), FUSED (routed experts as target_parameters), MIXTRAL
+    (EXP under Mixtral's names), STACK (routed experts, 3-D), OUTER (3-D under w names without `.weight`, A of
+    gate and up and B of down shared by all experts), GATE_UP (3-D, gate and up fused, A's on top of each
+    other), ROUTER (mlp.gate), SHARED (q + the shared expert of qwen2_moe), MLP (dense gate, up, down), ALL
+    (attention + router + EXP).
     layers and experts restrict the hand-written kinds. config: fields written over adapter_config.json's.
     """
     layers, experts = _listed(layers), _listed(experts)
@@ -62,8 +69,12 @@ def make_adapter(
             _make_with_peft(path, model_dir, r, alpha, seed, std, _PEFT_KINDS[kind](r) | config)
             return
         factors = make_factors(model_dir, _SITES[kind], r=r, seed=seed, std=std, layers=layers)
+        if kind == "OUTER":
+            factors = share_outer(factors)
         tensors = _WRITERS.get(kind, per_expert_tensors)(factors, experts)
-        extra = {"target_parameters": list(EXPERT_PARAMETERS)} if kind == "FUSED" else {}
+        extra = {}
+        if kind == "FUSED":
+            extra = {"target_parameters": list(EXPERT_PARAMETERS), "rank_pattern": {r".*\.gate_up_proj": 2 * r}}
         tensors = {name: t.to(getattr(torch, dtype)) for name, t in tensors.items()}
         write_adapter(path, tensors, r=r, lora_alpha=alpha, **(extra | config))
 
@@ -137,6 +148,49 @@ def per_expert_tensors(factors: Factors, experts: Iterable[int] | None = None) -
     return tensors
 
 
+def mixtral_tensors(factors: Factors, experts: Iterable[int] | None = None) -> dict[str, Tensor]:
+    """Per-expert tensors as transformers 4 names Mixtral's: `block_sparse_moe.experts.{e}.w1`."""
+    tensors = per_expert_tensors(factors, experts)
+    for projection, short in W_NAMES.items():
+        tensors = {
+            re.sub(rf"\.mlp\.(experts\.\d+)\.{projection}\.", rf".block_sparse_moe.\1.{short}.", name): t
+            for name, t in tensors.items()
+        }
+    return tensors
+
+
+def stacked_tensors(
+    factors: Factors, experts: Iterable[int] | None = None, *, short_names: bool = False
+) -> dict[str, Tensor]:
+    """3-D tensors of all experts; `experts.w1.lora_A` instead of `experts.gate_proj.lora_A.weight` with short names."""
+    assert experts is None, "a stack always holds all experts"
+    tensors: dict[str, Tensor] = {}
+    for path, (a, b) in factors.items():
+        parent, projection = path.rsplit(".", 1)
+        if short_names:
+            named = pair(f"{parent}.{W_NAMES[projection]}", a, b)
+            tensors |= {name.removesuffix(".weight"): t for name, t in named.items()}
+        else:
+            tensors |= pair(path, a, b)
+    return tensors
+
+
+def share_outer(factors: Factors) -> Factors:
+    """The factors with expert 0's A of gate and up, and its B of down, for all experts: leading dimension 1."""
+    return {path: (a, b[:1]) if path.endswith("down_proj") else (a[:1], b) for path, (a, b) in factors.items()}
+
+
+def stacked_gate_up_tensors(factors: Factors, experts: Iterable[int] | None = None) -> dict[str, Tensor]:
+    """3-D tensors with gate and up in one: A [E, 2r, H] holds both A's, B [E, 2I, r] both B's."""
+    assert experts is None, "a stack always holds all experts"
+    tensors: dict[str, Tensor] = {}
+    for parent in sorted({path.rsplit(".", 1)[0] for path in factors}):
+        (gate_a, gate_b), (up_a, up_b) = factors[f"{parent}.gate_proj"], factors[f"{parent}.up_proj"]
+        tensors |= pair(f"{parent}.gate_up_proj", torch.cat([gate_a, up_a], 1), torch.cat([gate_b, up_b], 1))
+        tensors |= pair(f"{parent}.down_proj", *factors[f"{parent}.down_proj"])
+    return tensors
+
+
 def fused_tensors(
     factors: Factors, experts: Iterable[int] | None = None, *, exchanged: bool = False
 ) -> dict[str, Tensor]:
@@ -204,12 +258,22 @@ _EXPERTS = tuple(f"mlp.experts.{p}_proj" for p in ("gate", "up", "down"))
 _SITES = {
     "EXP": _EXPERTS,
     "FUSED": _EXPERTS,
+    "MIXTRAL": _EXPERTS,
+    "STACK": _EXPERTS,
+    "OUTER": _EXPERTS,
+    "GATE_UP": _EXPERTS,
     "ROUTER": ("mlp.gate",),
     "SHARED": ("self_attn.q_proj", *(f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down"))),
     "MLP": tuple(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
     "ALL": (*_ATTENTION, "mlp.gate", *_EXPERTS),
 }
-_WRITERS = {"FUSED": fused_tensors}
+_WRITERS: dict[str, Callable[..., dict[str, Tensor]]] = {
+    "FUSED": fused_tensors,
+    "MIXTRAL": mixtral_tensors,
+    "STACK": stacked_tensors,
+    "OUTER": partial(stacked_tensors, short_names=True),
+    "GATE_UP": stacked_gate_up_tensors,
+}
 
 
 def _a1_config(r: int) -> dict[str, Any]:

@@ -15,6 +15,13 @@ from torch import Tensor
 
 _PREFIX = re.compile(r"^(base_model\.model\.)*")
 _EXPERT = re.compile(r"^(?P<experts>.*\.mlp\.experts)\.(?P<e>\d+)\.(?P<proj>gate|up|down)_proj$")
+_STACK = re.compile(r"^(?P<experts>.*\.mlp\.experts)\.(?P<proj>gate|up|down|gate_up)_proj$")
+_SPELLINGS = (
+    (r"\.block_sparse_moe\.", ".mlp."),
+    (r"\.w1$", ".gate_proj"),
+    (r"\.w3$", ".up_proj"),
+    (r"\.w2$", ".down_proj"),
+)
 
 
 def scale(config: dict[str, Any], module: str, rank: int) -> float:
@@ -43,11 +50,21 @@ def weight_deltas(
     }
     deltas: dict[str, Tensor] = {}
     for name, a in tensors.items():
-        if not name.endswith(".lora_A.weight"):
+        if not name.removesuffix(".weight").endswith(".lora_A"):
             continue
-        a, b = a.float(), tensors[name.replace(".lora_A.", ".lora_B.")].float()
-        module = _PREFIX.sub("", name).removesuffix(".lora_A.weight")
-        if match := _EXPERT.match(module):
+        a, b = a.float(), tensors[name.replace(".lora_A", ".lora_B")].float()
+        module = _PREFIX.sub("", name).removesuffix(".weight").removesuffix(".lora_A")
+        for other, usual in _SPELLINGS:
+            module = re.sub(other, usual, module)
+        if match := _STACK.match(module):
+            parameter = "down_proj" if match["proj"] == "down" else "gate_up_proj"
+            whole = deltas.setdefault(f"{match['experts']}.{parameter}", torch.zeros(moe_shapes[parameter]))
+            start = intermediate if match["proj"] == "up" else 0
+            rank = b.shape[2]
+            parts = b.shape[1] // intermediate if a.shape[1] != rank else 1  # A's of gate and up on top of each other
+            product = [b_i @ a_i for b_i, a_i in zip(b.chunk(parts, 1), a.chunk(parts, 1), strict=True)]
+            whole[:, start : start + b.shape[1]] += scale(config, module, rank) * torch.cat(product, 1)
+        elif match := _EXPERT.match(module):
             parameter = "down_proj" if match["proj"] == "down" else "gate_up_proj"
             whole = deltas.setdefault(f"{match['experts']}.{parameter}", torch.zeros(moe_shapes[parameter]))
             start = intermediate if match["proj"] == "up" else 0

@@ -1,5 +1,6 @@
 """Every file layout gives the ΔW of an independent merge."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,13 +16,14 @@ from kit.adapters import (
     make_factors,
     pair,
     per_expert_tensors,
+    share_outer,
     site_shapes,
     write_adapter,
 )
 from kit.deltas import weight_deltas
 from kit.models import make_t1
 from kit.oracle import moe_sizes
-from kit.sites import assert_deltas_equal, make_sites, merged_deltas
+from kit.sites import Site, assert_deltas_equal, make_sites, merged_deltas
 from torch import Tensor
 
 from loraplex.engine.lora.adapter import HostAdapter, SiteDelta
@@ -53,11 +55,114 @@ def test_a_recipe(t1: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-@pytest.mark.parametrize("kind", ["ATT", "EXP", "FUSED", "ROUTER", "ALL"])
-def test_kinds(t1: Path, kind: str, rslora: bool) -> None:
-    folder = make_adapter(t1, kind, r=3, alpha=7, use_rslora=rslora)
-    adapter = load(t1, folder)
-    assert_deltas_equal(merged_deltas(adapter.sites), weight_deltas(folder, **moe_sizes(t1)))
+@pytest.mark.parametrize("num_experts", [8, 64])
+@pytest.mark.parametrize("kind", ["ATT", "EXP", "FUSED", "MIXTRAL", "STACK", "OUTER", "GATE_UP", "ROUTER", "ALL"])
+def test_kinds(kind: str, num_experts: int, rslora: bool) -> None:
+    model = make_t1(num_experts=num_experts)
+    folder = make_adapter(model, kind, r=3, alpha=7, use_rslora=rslora)
+    adapter = load(model, folder)
+    assert_deltas_equal(merged_deltas(adapter.sites), weight_deltas(folder, **moe_sizes(model)))
+
+
+STACKS = {"STACK": "stacked experts", "GATE_UP": "stacked experts", "OUTER": "stacked experts (shared outer)"}
+
+
+@pytest.mark.parametrize("kind", STACKS)
+def test_stacks_are_the_factors_they_were_made_of(t1: Path, kind: str) -> None:
+    adapter = load(t1, make_adapter(t1, kind, r=4, alpha=8, seed=5))
+    factors = make_factors(t1, EXPERTS, r=4, seed=5)
+    if kind == "OUTER":
+        factors = share_outer(factors)
+        leads = {path: (d.a.shape[0], d.b.shape[0]) for path, d in adapter.sites.items()}
+        assert leads == {path: (8, 1) if "down" in path else (1, 8) for path in factors}
+    assert_deltas_equal(merged_deltas(adapter.sites), from_factors(factors, 2.0))
+    assert adapter.layout == STACKS[kind]
+    assert adapter.nbytes == sum(t.nbytes for pair in factors.values() for t in pair)
+
+
+def test_stacked_gate_up_with_one_a(t1: Path, tmp_path: Path) -> None:
+    """A [E, r, H] for gate and up both, B [E, 2I, r]."""
+    a, b = torch.randn(8, 3, 64), torch.randn(8, 64, 3)
+    adapter = load(t1, write_adapter(tmp_path, pair("model.layers.0.mlp.experts.gate_up_proj", a, b), lora_alpha=6))
+    assert_deltas_equal(merged_deltas(adapter.sites), {"model.layers.0.mlp.experts.gate_up_proj": 2 * b @ a})
+    gate, up = adapter.sites.values()
+    assert gate.a.data_ptr() == up.a.data_ptr()
+
+
+def with_sites(model: Path, old: str, new: str) -> dict[str, Site]:
+    """The model's sites under other names."""
+    renamed = [dataclasses.replace(site, path=path.replace(old, new)) for path, site in make_sites(model).items()]
+    return {site.path: site for site in renamed}
+
+
+@pytest.mark.parametrize("kind", ["ALL", "MIXTRAL", "FUSED", "STACK", "OUTER"])
+def test_adapters_of_either_generation_fit_a_mixtral_tree(t1: Path, kind: str) -> None:
+    """The checkpoint says block_sparse_moe, transformers 5 says mlp."""
+    folder = make_adapter(t1, kind)
+    adapter = read_adapter(folder, with_sites(t1, ".mlp.", ".block_sparse_moe."), max_rank=64)
+    usual = {path.replace(".block_sparse_moe.", ".mlp."): delta for path, delta in adapter.sites.items()}
+    assert len(usual) == len(load(t1, folder).sites)
+    assert_deltas_equal(merged_deltas(usual), weight_deltas(folder, **moe_sizes(t1)))
+
+
+def test_a_tree_with_both_names_is_taken_by_the_letter(t1: Path, tmp_path: Path) -> None:
+    sites = make_sites(t1) | with_sites(t1, ".mlp.", ".block_sparse_moe.")
+    factors = make_factors(t1, ["mlp.gate"], r=4, seed=2, layers=[1])
+    adapter = read_adapter(write_adapter(tmp_path, per_expert_tensors(factors)), sites, max_rank=64)
+    assert list(adapter.sites) == ["model.layers.1.mlp.gate"]
+
+
+MLA = {
+    "q_a_proj": (32, 64),
+    "q_b_proj": (96, 32),
+    "kv_a_proj_with_mqa": (24, 64),
+    "kv_b_proj": (128, 16),
+    "o_proj": (64, 64),
+}
+
+
+@pytest.mark.parametrize("router", ["gate", "router"])
+def test_mla_and_router_names(tmp_path: Path, router: str) -> None:
+    """DeepSeek's attention, and the two names of a router."""
+    shapes = {f"model.layers.0.self_attn.{name}": shape for name, shape in MLA.items()}
+    shapes[f"model.layers.0.mlp.{router}"] = (8, 64)
+    sites = {path: Site(path, "dense", d_in, d_out) for path, (d_out, d_in) in shapes.items()}
+    factors = {path: (torch.randn(3, d_in), torch.randn(d_out, 3)) for path, (d_out, d_in) in shapes.items()}
+    folder = write_adapter(tmp_path, per_expert_tensors(factors), r=3, lora_alpha=3)
+    assert_deltas_equal(merged_deltas(read_adapter(folder, sites, max_rank=8).sites), from_factors(factors, 1.0))
+    with pytest.raises(AdapterError, match="no place"):
+        read_adapter(folder, {p: s for p, s in sites.items() if not p.endswith(router)}, max_rank=8)
+
+
+@pytest.mark.parametrize("module", ["unembed_tokens", "model.unembed_tokens", "language_model.lm_head"])
+def test_other_names_of_the_head(t1: Path, tmp_path: Path, module: str) -> None:
+    a, b = torch.randn(4, 64), torch.randn(320, 4)
+    adapter = load(t1, write_adapter(tmp_path, pair(module, a, b)))
+    assert_deltas_equal(merged_deltas(adapter.sites), {"lm_head.weight": 2 * b @ a})
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+@pytest.mark.parametrize("rank", [3, 8])
+def test_expert_major_b_of_old_unsloth_files(t1: Path, tmp_path: Path, rank: int, exchanged: bool) -> None:
+    """The same shapes as PEFT's, so only the option tells; without it the deltas differ."""
+    factors = make_factors(t1, EXPERTS, r=rank, seed=3)
+    tensors = fused_tensors(factors, exchanged=exchanged)
+    for name, t in tensors.items():
+        if ".lora_B." in name:
+            tensors[name] = t.view(t.shape[0], -1, 8).mT.reshape(t.shape)
+    config = {"rank_pattern": {"gate_up_proj": 2 * rank}, "alpha_pattern": {"gate_up_proj": 2 * rank}}
+    folder = write_adapter(
+        tmp_path, tensors, r=rank, lora_alpha=rank, target_parameters=BOTH, metadata={"by": "unsloth"}, **config
+    )
+    chosen = load(t1, folder, moe_lora_b_layout="expert-major")
+    expected = from_factors(factors, 1.0)
+    assert_deltas_equal(merged_deltas(chosen.sites), expected)
+    assert chosen.notes == ()
+    usual = load(t1, folder)
+    assert "--lora-b-layout expert-major" in usual.notes[0]
+    assert usual.digest != chosen.digest
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_deltas_equal(merged_deltas(usual.sites), expected)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +361,18 @@ def test_fused_dense_projections(tmp_path: Path, module: str) -> None:
 
 
 @pytest.mark.parametrize("module", PARTS)
+def test_fused_dense_projections_with_an_a_for_each_part(tmp_path: Path, module: str) -> None:
+    """A's on top of each other, as SGLang keeps them: [3r, in] for qkv, [2r, in] for gate_up."""
+    model = make_t1("llama")
+    factors = make_factors(model, PARTS[module], r=4, seed=3, layers=[2])
+    a, b = (torch.cat(tensors) for tensors in zip(*factors.values()))
+    folder = write_adapter(tmp_path, pair(f"model.layers.2.{module}", a, b), r=4, lora_alpha=4)
+    adapter = load(model, folder)
+    assert_deltas_equal(merged_deltas(adapter.sites), from_factors(factors, 1.0))
+    assert (adapter.rank_max, adapter.notes) == (4, ())
+
+
+@pytest.mark.parametrize("module", PARTS)
 @pytest.mark.parametrize("extra_rows", [-1, 1, 64])
 def test_fused_dense_projection_with_wrong_rows(tmp_path: Path, module: str, extra_rows: int) -> None:
     model = make_t1("llama")
@@ -317,10 +434,13 @@ def renamed(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {prefix + name.removeprefix("base_model.model."): t for name, t in tensors.items()}
 
 
+@pytest.mark.parametrize("inner", ["model.", "language_model.model.", "model.language_model."])
 @pytest.mark.parametrize("prefix", ["", "base_model.model.", "base_model.model.base_model.model."])
-def test_good_prefixes(t1: Path, tmp_path: Path, prefix: str) -> None:
+def test_good_prefixes(t1: Path, tmp_path: Path, prefix: str, inner: str) -> None:
     factors = make_factors(t1, ["self_attn.q_proj", "mlp.experts.up_proj"], r=4, seed=9)
-    folder = write_adapter(tmp_path, renamed(per_expert_tensors(factors), prefix))
+    tensors = renamed(per_expert_tensors(factors), prefix)
+    tensors = {name.replace("model.layers.", f"{inner}layers."): t for name, t in tensors.items()}
+    folder = write_adapter(tmp_path, tensors)
     assert_deltas_equal(merged_deltas(load(t1, folder).sites), from_factors(factors, 2.0))
 
 

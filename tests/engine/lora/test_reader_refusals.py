@@ -184,7 +184,10 @@ def test_tensors_that_are_no_lora_factors(
 
 
 HOMELESS = [
-    "base_model.model.language_model.model.layers.0.self_attn.q_proj",
+    "base_model.model.language_model.layers.0.self_attn.q_proj",
+    "base_model.model.model.model.layers.0.self_attn.q_proj",
+    "base_model.model.language_model.language_model.model.layers.0.self_attn.q_proj",
+    "base_model.model.vision_model.model.layers.0.self_attn.q_proj",
     "base_model.layers.0.self_attn.q_proj",
     "foo.layers.0.self_attn.q_proj",
     "layers.0.self_attn.q_proj",
@@ -200,9 +203,14 @@ HOMELESS = [
     "base_model.model.model.layers.0.mlp.experts.8.up_proj",
     "base_model.model.model.layers.0.mlp.experts.03.up_proj",
     "base_model.model.model.layers.0.mlp.experts.-1.up_proj",
-    "base_model.model.model.layers.0.mlp.experts.3.w1",
-    "base_model.model.model.layers.0.mlp.experts.up_proj",
-    "base_model.model.model.layers.0.mlp.experts.gate_up_proj",
+    "base_model.model.model.layers.0.mlp.experts.3.w4",
+    "base_model.model.model.layers.0.mlp.experts.8.w1",
+    "base_model.model.model.layers.0.mlp.w1",
+    "base_model.model.model.layers.0.mlp.experts.w1_proj",
+    "base_model.model.model.layers.0.mlp.experts.0.gate_up_proj",
+    "base_model.model.model.layers.0.block_sparse_moe.experts.8.w1",
+    "base_model.model.model.layers.0.block_sparse_moe.q_proj",
+    "base_model.model.model.embed_out",
     "base_model.model.model.layers.0.mlp.experts.base_layer.base_layer",
 ]
 
@@ -298,6 +306,42 @@ def test_wrong_shapes_of_fused_experts(
 ) -> None:
     tensors = pair("model.layers.1.mlp.experts", torch.ones(a_shape), torch.ones(b_shape))
     refusal(t1, write_adapter(tmp_path / "x", tensors, target_parameters=["mlp.experts.down_proj"]), word)
+
+
+@pytest.mark.parametrize(
+    ("a_shape", "b_shape", "word"),
+    [
+        ((4, 64), (32, 4), "three dimensions"),
+        ((7, 4, 64), (8, 32, 4), "the first 8"),
+        ((8, 4, 64), (9, 32, 4), "the first 8"),
+        ((8, 4, 63), (8, 32, 4), "[8 or 1, rank, 64]"),
+        ((8, 0, 64), (8, 32, 0), "[8 or 1, rank, 64]"),
+        ((8, 4, 64), (8, 33, 4), "[8 or 1, 32, 4]"),
+        ((8, 4, 64), (8, 4, 32), "[8 or 1, 32, 4]"),
+        ((8, 64, 4), (8, 4, 32), "[8 or 1, rank, 64]"),
+        ((8, 4, 64), (8, 32, 2), "[8 or 1, 32, 4]"),
+        ((8, 65, 64), (8, 32, 65), "65"),
+    ],
+)
+@pytest.mark.parametrize("projection", ["gate_proj", "w1"])
+def test_wrong_shapes_of_stacked_experts(
+    t1: Path, tmp_path: Path, projection: str, a_shape: tuple[int, ...], b_shape: tuple[int, ...], word: str
+) -> None:
+    module = f"model.layers.1.mlp.experts.{projection}"
+    tensors = pair(module, torch.ones(a_shape), torch.ones(b_shape))
+    refusal(t1, write_adapter(tmp_path / "x", tensors), word, module)
+
+
+@pytest.mark.parametrize("rows", [4, 5, 12])
+def test_stacked_a_of_gate_up_has_one_or_two_times_the_rank(t1: Path, tmp_path: Path, rows: int) -> None:
+    tensors = pair("model.layers.1.mlp.experts.gate_up_proj", torch.ones(8, rows, 64), torch.ones(8, 64, 3))
+    refusal(t1, write_adapter(tmp_path / "x", tensors), "gate_up_proj.lora_B")
+
+
+def test_a_site_adapted_under_two_spellings(t1: Path, folder: Path) -> None:
+    extra = pair("model.language_model.layers.0.self_attn.q_proj", torch.ones(4, 64), torch.ones(64, 4))
+    edit_tensors(folder, lambda tensors: tensors.update(extra))
+    refusal(t1, folder, "both adapt", "language_model")
 
 
 def test_another_hidden_size(t1: Path) -> None:

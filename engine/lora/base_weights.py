@@ -1,0 +1,62 @@
+"""A checkpoint's weights, read one at a time."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from loraplex.engine.lora.adapter import SiteShape
+from loraplex.engine.weights import EMBEDDING, HEAD, checked_slice, checkpoint_files, open_weights
+
+
+class BaseWeights:
+    """Opens the checkpoint in `folder`; a context manager. Raises ValueError for files that cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file_of = {name: path for path, names in checkpoint_files(folder).items() for name in names}
+        self._folder = folder
+        self._stack = ExitStack()
+        self._open: dict[Path, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def matrix(self, site: SiteShape, expert: int = 0) -> torch.Tensor:
+        """W [out, in] in fp32 of a dense site, or of one expert.
+
+        Experts are stored one by one, or fused as transformers 5 holds them: [E, 2I, H] (gate rows first), [E, H, I].
+        """
+        shape = (site.out_features, site.in_features)
+        if site.kind == "dense":
+            name = f"{site.path}.weight"
+            if name == HEAD and name not in self._file_of:
+                name = EMBEDDING  # tied
+            return self.slice(name, shape)[:].float()
+        parent, _, projection = site.path.rpartition(".")
+        name = f"{parent}.{expert}.{projection}.weight"
+        if name in self._file_of:
+            return self.slice(name, shape)[:].float()
+        if projection == "down_proj":
+            return self.slice(f"{parent}.down_proj", (site.num_experts, *shape))[expert].float()
+        fused = self.slice(f"{parent}.gate_up_proj", (site.num_experts, 2 * shape[0], shape[1]))
+        start = shape[0] if projection == "up_proj" else 0
+        return fused[expert, start : start + shape[0]].float()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def slice(self, name: str, shape: tuple[int, ...]) -> Any:
+        """A lazily read view of a tensor that must have this shape."""
+        path = self._file_of.get(name)
+        if path is None:
+            raise ValueError(f"{self._folder}: missing from the checkpoint: {name}")
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(open_weights(path))
+        return checked_slice(path, self._open[path], name, shape)

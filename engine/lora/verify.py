@@ -1,0 +1,217 @@
+"""Our layers with an adapter against the same layers with the adapter merged into their weights, in fp32.
+
+Layer by layer, so that one layer of the model is in memory at a time. In every layer both start from the same input
+(the merged model's), which shows where a difference arises; beside it runs our model's own stream of hidden states,
+whose log-probabilities are compared at the end. T tokens, D hidden, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from loraplex.engine.batch import ForwardContext, StepPlan
+from loraplex.engine.config import LoRAConfig
+from loraplex.engine.device import resolve_device
+from loraplex.engine.inputs import build_inputs
+from loraplex.engine.layers.checkpoint import CheckpointTensor, HasConstants, TensorOwner
+from loraplex.engine.layers.embedding import LMHead
+from loraplex.engine.layers.experts import Experts
+from loraplex.engine.layers.linear import Linear
+from loraplex.engine.lora.adapter import HostAdapter
+from loraplex.engine.lora.backend import make_backend
+from loraplex.engine.lora.base_weights import BaseWeights
+from loraplex.engine.lora.fused_experts import BLayout
+from loraplex.engine.lora.merge import AdapterMerge
+from loraplex.engine.lora.pool import AdapterPool
+from loraplex.engine.lora.reader import read_adapter
+from loraplex.engine.lora.report import ANY_RANK
+from loraplex.engine.model_config import read_model_spec
+from loraplex.engine.models import build_model
+from loraplex.engine.models.decoder import CausalLM
+from loraplex.engine.models.sites import lora_sites
+from loraplex.engine.parallel import Parallel
+from loraplex.engine.weights import owned_tensors
+from loraplex.kernels.lora.batch_info import LoRABatchInfo
+from loraplex.kernels.lora.experts import expert_lora_op
+
+META = torch.device("meta")
+_SMALL_EFFECT = 0.01
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One layer, or `lm_head`, or `log-probabilities` at the end."""
+
+    name: str
+    difference: float
+    """max |ours − merged|."""
+    effect: float
+    """max |merged − base|: what the adapter changes from the same input."""
+    size: float
+    """max |merged|."""
+
+    def within(self, tolerance: float) -> bool:
+        """Whether the difference is at most this share of the effect, or of a hundredth of the values: what rounding
+        alone makes of a small effect. False for NaN."""
+        return self.difference <= tolerance * max(self.effect, _SMALL_EFFECT * self.size)
+
+
+def verify_adapter(folder: Path, model: Path, *, device: str, tokens: int, b_layout: BLayout) -> Iterator[Comparison]:
+    """Yields the comparisons in the model's order, for `tokens` random token ids.
+
+    Raises ValueError (AdapterError for the adapter's files) for what cannot be read.
+    """
+    run = _Run(folder, model, device, tokens, b_layout)
+    with run.merge, run.weights, torch.inference_mode():
+        yield from run.compare()
+
+
+class _Run:
+    def __init__(self, folder: Path, model: Path, device: str, tokens: int, b_layout: BLayout) -> None:
+        self.device = resolve_device(device, 0)
+        self.spec = read_model_spec(model)
+        if not 1 <= tokens <= self.spec.context_length:
+            raise ValueError(f"--tokens must be 1 to the model's {self.spec.context_length}, not {tokens}")
+        self.model: CausalLM = build_model(self.spec, Parallel(), torch.float32, META)
+        sites = lora_sites(self.model)
+        self.adapter = read_adapter(folder, sites, max_rank=ANY_RANK, moe_lora_b_layout=b_layout)
+        self.weights = BaseWeights(model)
+        shapes = {name: owned.shape for name, owned in owned_tensors(self.model).items()}
+        shapes["lm_head.weight"] = (self.spec.vocab_size, self.spec.hidden_size)
+        self.merge = AdapterMerge(folder, shapes, expert_major_b=b_layout == "expert-major")
+        generator = torch.Generator().manual_seed(0)
+        self.ids_T = torch.randint(self.spec.vocab_size, (tokens,), generator=generator).to(self.device)
+
+    def compare(self) -> Iterator[Comparison]:
+        decoder = self.model.model
+        self._materialise(decoder.embed_tokens, "model.embed_tokens")
+        self._materialise(decoder.rotary, "model.rotary")
+        merged_TD = ours_TD = decoder.embed_tokens(self.ids_T)
+        if not self.model.lm_head.tied:
+            decoder.embed_tokens.to(META)
+        cos_sin = decoder.rotary(self._context(None).positions_T)
+        for i, layer in enumerate(decoder.layers):
+            path = f"model.layers.{i}"
+            self._materialise(layer, path)
+            base_TD = layer(merged_TD, cos_sin, self._context(None))
+            with _Served(layer, path, self.adapter, len(self.ids_T), self.device) as lora:
+                same_input_TD = layer(merged_TD, cos_sin, self._context(lora))
+                ours_TD = layer(ours_TD, cos_sin, self._context(lora))
+            self._merge_into(layer, path)
+            merged_TD = layer(merged_TD, cos_sin, self._context(None))
+            yield _comparison(path, same_input_TD, merged_TD, base_TD)
+            layer.to(META)
+        yield from self._compare_heads(merged_TD, ours_TD)
+
+    def _compare_heads(self, merged_TD: torch.Tensor, ours_TD: torch.Tensor) -> Iterator[Comparison]:
+        norm, head = self.model.model.norm, self.model.lm_head
+        self._materialise(norm, "model.norm")
+        if head.tied:
+            head.weight = self.model.model.embed_tokens.weight
+        else:
+            self._materialise(head, "lm_head")
+        merged_TD, ours_TD = norm(merged_TD), norm(ours_TD)
+        base_TV = head(merged_TD)
+        with _Served(head, "lm_head", self.adapter, len(self.ids_T), self.device) as lora:
+            same_input_TV, ours_TV = head(merged_TD, lora), head(ours_TD, lora)
+        for _, delta in self.merge.deltas("lm_head"):
+            head.weight[: self.spec.vocab_size] += delta.to(self.device)
+        merged_TV = head(merged_TD)
+        yield _comparison("lm_head", same_input_TV, merged_TV, base_TV)
+        ours, merged, base = (logits.log_softmax(-1) for logits in (ours_TV, merged_TV, base_TV))
+        yield _comparison("log-probabilities", ours, merged, base)
+
+    def _materialise(self, module: nn.Module, path: str) -> None:
+        """Fills a module that was on the meta device from the checkpoint."""
+        module.to_empty(device=self.device)
+        for layer in module.modules():
+            for parameter in layer.parameters(recurse=False):
+                parameter.fill_(float("nan"))
+            if isinstance(layer, HasConstants):
+                layer.fill_constants()
+        for name, owned in _tensors(module, path).items():
+            if name in self.weights:
+                view = self.weights.slice(name, owned.shape)
+                for piece in owned.pieces:
+                    piece.dest.copy_(view[piece.box])
+        for name, parameter in module.named_parameters():
+            if parameter.isnan().any():
+                raise ValueError(f"{path}.{name}: weights are missing from the checkpoint, or NaN")
+
+    def _merge_into(self, module: nn.Module, path: str) -> None:
+        tensors = _tensors(module, path)
+        for name, delta in self.merge.deltas(path):
+            (piece,) = tensors[name].pieces
+            piece.dest.add_(delta.to(self.device))
+
+    def _context(self, lora: LoRABatchInfo | None) -> ForwardContext:
+        """One prompt of all tokens over an empty cache that every layer takes for its own."""
+        n = len(self.ids_T)
+        plan = StepPlan(
+            is_decode=False,
+            rows=[0],
+            num_new=[n],
+            seq_lens=[n],
+            ids=[0] * n,
+            pages=[[0]],
+            slots=[-1],
+            slot_rows=[],
+            sample=[False],
+            prompt_logprobs=[-1],
+        )
+        inputs = build_inputs(plan, n, self.ids_T, self.device)
+        shape = self.spec.kv_shape(n, Parallel())
+        kv = (torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device))
+        return ForwardContext(inputs.positions_T, inputs.attn, [kv] * self.spec.num_layers, lora)
+
+
+class _Served:
+    """The adapter in one module, by the same pool and kernels that serve it; the batch is one request that uses it.
+
+    Enters as that batch, or None when the adapter does not touch the module.
+    """
+
+    def __init__(self, module: nn.Module, path: str, adapter: HostAdapter, tokens: int, device: torch.device) -> None:
+        inside = {p.removeprefix(f"{path}."): d for p, d in adapter.sites.items() if f"{p}.".startswith(f"{path}.")}
+        self._module = module
+        self.batch: LoRABatchInfo | None = None
+        if inside:
+            config = LoRAConfig(enable_lora=True)
+            backend = make_backend(config, device)
+            op = expert_lora_op(config.lora_use_virtual_experts)
+            self._pool = AdapterPool(module, device, torch.float32, dense_op=backend.add_, expert_op=op)
+            packed = self._pool.pack(replace(adapter, sites=inside))
+            self._pool.allocate(packed.nbytes, 1)
+            self._pool.store(0, packed)
+            self._pool.place(0, 0)
+            self.batch = backend.plan([0], [tokens], [0], self._pool.ranks, device)
+
+    def __enter__(self) -> LoRABatchInfo | None:
+        return self.batch
+
+    def __exit__(self, *_: Any) -> None:
+        if self.batch is not None:
+            self._pool.drop(0)
+        for layer in self._module.modules():
+            if isinstance(layer, Linear | LMHead | Experts):
+                layer.lora = None
+
+
+def _tensors(module: nn.Module, path: str) -> dict[str, CheckpointTensor]:
+    """Checkpoint tensors that fill the module at `path` of the model."""
+    tensors: dict[str, CheckpointTensor] = {}
+    for inner, layer in module.named_modules():
+        if isinstance(layer, TensorOwner):
+            tensors.update(layer.checkpoint_tensors(f"{path}.{inner}" if inner else path))
+    return tensors
+
+
+def _comparison(name: str, ours: torch.Tensor, merged: torch.Tensor, base: torch.Tensor) -> Comparison:
+    def largest(t: torch.Tensor) -> float:
+        return float(t.abs().max())
+
+    return Comparison(name, largest(ours - merged), largest(merged - base), largest(merged))
