@@ -61,7 +61,7 @@ def copied(source: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("kind", ["A1", "ATT", "EXP", "FUSED", "ALL"])
+@pytest.mark.parametrize("kind", ["A1", "ATT", "EXP", "FUSED", "MIXTRAL", "STACK", "OUTER", "GATE_UP", "ALL"])
 def test_layouts_answer_as_the_oracle(server: Server, root: Path, t1: Path, t1_oracle: Oracle, kind: str) -> None:
     source = make_a(1, t1) if kind == "A1" else make_adapter(t1, kind, r=3, std=0.15)
     folder = copied(source, root / kind)
