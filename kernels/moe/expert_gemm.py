@@ -40,7 +40,8 @@ def gate_up(
     """silu(gate) · up of the sorted pairs, [P, I], or with activate=False gate and up in fp32, [P, 2I]: rounding them
     before the activation would make a base row depend on whether an adapter is in the batch.
 
-    overlaps: the kernel before reads no input of this one and makes none; with dependent launch both run at once.
+    overlaps: the kernel before makes nothing that the products read, and has itself waited for what does; with
+    dependent launch the products run beside it.
     """
     num_pairs, inner = order.order_P.shape[0], w13_EFD.shape[1] // 2
     dtype = x_TD.dtype if activate else torch.float32

@@ -115,9 +115,9 @@ def _fused(
     top_k, (first, second) = ids_TK.shape[1], _tiles(ids_TK, w13_EFD)
     step = _step(ids_TK, w13_EFD.shape[0], lora, batch, capacity, tiles.PREFILL_CHUNK_ROWS)
     delta = FusedDelta(shrink_gate_up(x_TD, step), capacity, lora, batch)
-    h_PI = gate_up(x_TD, w13_EFD, step.order, first, top_k=top_k, fused=delta)
+    h_PI = gate_up(x_TD, w13_EFD, step.order, first, top_k=top_k, fused=delta, overlaps=True)
     delta = FusedDelta(shrink_down(h_PI, step), capacity, lora, batch)
-    y_PD = down(h_PI, w2_EDI, step.order, second, top_k=top_k, fused=delta)
+    y_PD = down(h_PI, w2_EDI, step.order, second, top_k=top_k, fused=delta, overlaps=True)
     return combine_pairs(y_PD, None, ids_TK, weights_TK, None, None)
 
 
