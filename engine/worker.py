@@ -11,8 +11,7 @@ from loraplex.engine import ranks
 from loraplex.engine.config import Config
 from loraplex.engine.device import resolve_device
 from loraplex.engine.loop import EngineLoop
-from loraplex.engine.lora.errors import AdapterError
-from loraplex.engine.lora.loader import read
+from loraplex.engine.lora.loader import read_safely
 from loraplex.engine.messages import ErrorInfo, Fatal, encode
 from loraplex.engine.outbox import Outbox
 from loraplex.engine.parallel import init_parallel
@@ -80,13 +79,14 @@ def _follow(config: Config, rank: int, connection: Connection, rendezvous: str) 
 
 def _install(runner: ModelRunner, config: Config, message: ranks.Install) -> ErrorInfo | None:
     """Reads the adapter again on this rank: its files must still be those that rank 0 has checked."""
+    adapter = read_safely(f"row {message.row}", message.path, runner.adapters.sites, config.lora, runner.dtype)
+    if isinstance(adapter, ErrorInfo):
+        return adapter
+    if adapter.digest != message.digest:
+        changed = "the adapter's files changed while it was being loaded; load it again"
+        return ErrorInfo(status=409, message=changed, param="lora_path")
     try:
-        adapter = read(message.path, runner.adapters.sites, config.lora, runner.dtype)
-        if adapter.digest != message.digest:
-            raise AdapterError("the adapter's files changed while it was being loaded; load it again", status=409)
         runner.adapters.install(message.row, adapter)
-    except AdapterError as error:
-        return ErrorInfo(status=error.status, message=str(error), param="lora_path")
     except (MemoryError, RuntimeError):  # torch's out-of-memory error is a RuntimeError
         runner.adapters.remove(message.row)
         return ErrorInfo(status=507, message="The adapter does not fit into device memory.", code="no_memory")

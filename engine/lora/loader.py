@@ -28,6 +28,20 @@ class Loaded:
     error: ErrorInfo | None = None
 
 
+def read_safely(
+    name: str, path: str, sites: Mapping[str, Site], config: LoRAConfig, dtype: torch.dtype
+) -> HostAdapter | ErrorInfo:
+    """`read`, with whatever a hostile file or a failing disk provokes as an error of that load, never of the engine."""
+    try:
+        return read(path, sites, config, dtype)
+    except AdapterError as error:
+        return ErrorInfo(status=error.status, message=str(error), param="lora_path")
+    except Exception:
+        log.exception("reading adapter %r failed", name)
+        message = "The adapter could not be read; the server's log has the details."
+        return ErrorInfo(status=422, message=message, param="lora_path")
+
+
 def read(path: str, sites: Mapping[str, Site], config: LoRAConfig, dtype: torch.dtype) -> HostAdapter:
     """The adapter at `path`, or the random one that a `dummy:` path describes. Raises AdapterError."""
     if path.startswith(DUMMY_PREFIX):
@@ -62,14 +76,8 @@ class AdapterLoader:
 
     def _load(self, request: LoadAdapter) -> None:
         time.sleep(self._delay_s)
-        try:
-            adapter = read(request.path, self._sites, self._config, self._dtype)
-        except AdapterError as error:
-            self._done(Loaded(request, None, ErrorInfo(status=error.status, message=str(error), param="lora_path")))
-        except Exception:
-            # Whatever a hostile file provokes is that load's failure, never the engine's.
-            log.exception("reading adapter %r failed", request.name)
-            message = "The adapter could not be read; the server's log has the details."
-            self._done(Loaded(request, None, ErrorInfo(status=422, message=message, param="lora_path")))
+        read = read_safely(request.name, request.path, self._sites, self._config, self._dtype)
+        if isinstance(read, ErrorInfo):
+            self._done(Loaded(request, None, read))
         else:
-            self._done(Loaded(request, adapter))
+            self._done(Loaded(request, read))
