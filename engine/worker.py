@@ -12,7 +12,7 @@ from loraplex.engine.config import Config
 from loraplex.engine.device import resolve_device
 from loraplex.engine.loop import EngineLoop
 from loraplex.engine.lora.errors import AdapterError
-from loraplex.engine.lora.loader import NO_HOST_MEMORY, read
+from loraplex.engine.lora.loader import guarded, read
 from loraplex.engine.messages import ErrorInfo, Fatal, encode
 from loraplex.engine.outbox import Outbox
 from loraplex.engine.parallel import init_parallel
@@ -86,13 +86,11 @@ def _follow(config: Config, rank: int, connection: Connection, rendezvous: str) 
 
 def _store(runner: ModelRunner, config: Config, message: ranks.Store) -> ErrorInfo | None:
     """Reads the adapter again on this rank: its files must still be those that rank 0 has checked."""
-    try:
+
+    def store() -> None:
         adapter = read(message.path, runner.adapters.sites, config.lora, runner.dtype)
         if adapter.digest != message.digest:
             raise AdapterError("the adapter's files changed while it was being loaded; load it again", status=409)
         runner.adapters.store(message.version, runner.adapters.pack(adapter))
-    except AdapterError as error:
-        return ErrorInfo(status=error.status, message=str(error), param="lora_path")
-    except MemoryError:
-        return NO_HOST_MEMORY
-    return None
+
+    return guarded(f"version {message.version}", store)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -19,7 +20,7 @@ from loraplex.engine.messages import AdapterInfo, ErrorInfo, LoadAdapter
 from loraplex.engine.models.sites import Site
 
 log = logging.getLogger(__name__)
-
+T = TypeVar("T")
 
 NO_HOST_MEMORY = ErrorInfo(
     status=507, message="The host has no memory left for the adapter.", code="no_memory", type="server_error"
@@ -40,6 +41,21 @@ class Loaded:
 
     request: LoadAdapter
     result: Prepared | ErrorInfo
+
+
+def guarded(name: str, action: Callable[[], T]) -> T | ErrorInfo:
+    """What `action` gives, with whatever a hostile file, a failing disk or short memory provokes as an error of that
+    load, never of the engine."""
+    try:
+        return action()
+    except AdapterError as error:
+        return ErrorInfo(status=error.status, message=str(error), param="lora_path")
+    except MemoryError:
+        return NO_HOST_MEMORY
+    except Exception:
+        log.exception("reading adapter %r failed", name)
+        message = "The adapter could not be read; the server's log has the details."
+        return ErrorInfo(status=422, message=message, param="lora_path")
 
 
 def read(path: str, sites: Mapping[str, Site], config: LoRAConfig, dtype: torch.dtype) -> HostAdapter:
@@ -98,17 +114,5 @@ class AdapterLoader:
 
     def _load(self, request: LoadAdapter) -> None:
         time.sleep(self._delay_s)
-        self._done(Loaded(request, self._result(request)))
-
-    def _result(self, request: LoadAdapter) -> Prepared | ErrorInfo:
-        try:
-            return prepare(request, self._pool, self._config, self._dtype)
-        except AdapterError as error:
-            return ErrorInfo(status=error.status, message=str(error), param="lora_path")
-        except MemoryError:
-            return NO_HOST_MEMORY
-        except Exception:
-            # Whatever a hostile file provokes is that load's failure, never the engine's.
-            log.exception("reading adapter %r failed", request.name)
-            message = "The adapter could not be read; the server's log has the details."
-            return ErrorInfo(status=422, message=message, param="lora_path")
+        result = guarded(request.name, lambda: prepare(request, self._pool, self._config, self._dtype))
+        self._done(Loaded(request, result))

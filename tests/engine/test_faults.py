@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from kit.engine import TestEngine
 
+from loraplex.engine import ranks, worker
 from loraplex.engine.hooks import Hooks, read_hooks
 
 
@@ -149,3 +150,25 @@ def test_more_adapters_than_allowed_are_refused(t1: Path) -> None:
     assert reply.error.status == 507
     assert "--max-loaded-loras" in reply.error.message
     assert engine.load("x", make_a(2, t1), replace=True).error is None
+
+
+def test_a_disk_error_on_a_follower_fails_that_load_only(t1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has read the files before; the second reading may still find anything."""
+    from kit.adapters import make_a
+
+    engine = TestEngine(t1, {"x": make_a(1, t1)})
+    info = engine.loop.manager.registry.infos()[0]
+    message = ranks.Install(1, info.path, info.digest)
+    with monkeypatch.context() as broken:
+
+        def raises(*_: object, **__: object) -> None:
+            raise OSError(5, "Input/output error", "/secret/path")
+
+        broken.setattr("loraplex.engine.lora.loader.read_adapter", raises)
+        error = worker._install(engine.loop.runner, engine.config, message)
+        assert error is not None
+        assert (error.status, error.param) == (422, "lora_path")
+        assert "secret" not in error.message
+        reply = engine.load("y", make_a(2, t1))
+        assert reply.error == error
+    assert worker._install(engine.loop.runner, engine.config, message) is None
