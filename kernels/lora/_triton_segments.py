@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from loraplex.kernels.lora._triton_dense import ALIGN, locate_columns, rank_columns, total_rank
 
@@ -33,11 +34,15 @@ def shrink_segments(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """z[m, split, part, r] = scale · x[permutation[m]] · A[r] over one K range.
 
     Grid: segments × TILES (programs that share a segment's tokens), SPLIT_K, programs that share the rank rows.
     """
+    if PDL:  # see _triton_rows.py
+        gdc_wait()
+        gdc_launch_dependents()
     segment = tl.program_id(0) // TILES
     if segment >= tl.load(num_segments):
         return
@@ -114,11 +119,15 @@ def expand_segments(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y[permutation[m], n] += Σ_r (Σ_split z[m, split, part, r]) · B[r, n], splits added in order.
 
     Grid: segments × TILES, column tiles of all parts.
     """
+    if PDL:  # see _triton_rows.py
+        gdc_wait()
+        gdc_launch_dependents()
     segment = tl.program_id(0) // TILES
     if segment >= tl.load(num_segments):
         return
