@@ -34,7 +34,7 @@ def shrink_rows(
     slot_row,
     K: tl.constexpr,
     X_ROW: tl.constexpr,
-    Z_PART: tl.constexpr,
+    z_part,
     PARTS: tl.constexpr,
     PLACES_ROW: tl.constexpr,
     PLACES_PART: tl.constexpr,
@@ -64,7 +64,7 @@ def shrink_rows(
             ranks,
             scales,
             K,
-            Z_PART,
+            z_part,
             PARTS,
             PLACES_ROW,
             PLACES_PART,
@@ -82,7 +82,7 @@ def shrink_rows(
             acc += a.to(tl.float32) * xv.to(tl.float32)[None, :]
             if k + BLOCK_K < K:
                 a = load_block(a_at + (k + BLOCK_K), (k + BLOCK_K + kk)[None, :], K, BLOCK_K)
-        tl.store(z + token * PARTS * Z_PART + column, tl.sum(acc, 1) * scale, mask=j < total)
+        tl.store(z + token * PARTS * z_part + column, tl.sum(acc, 1) * scale, mask=j < total)
     if PDL:
         gdc_wait()
 
@@ -99,7 +99,7 @@ def expand_rows(
     WIDTHS: tl.constexpr,
     WIDTH_DIV: tl.constexpr,
     Y_ROW: tl.constexpr,
-    Z_PART: tl.constexpr,
+    z_part,
     PARTS: tl.constexpr,
     PLACES_ROW: tl.constexpr,
     PLACES_PART: tl.constexpr,
@@ -137,7 +137,7 @@ def expand_rows(
     acc = tl.zeros([BLOCK_N], tl.float32)
     for r0 in range(0, rank, BLOCK_R):
         # z is wide enough for whole tiles: an unmasked read stays inside and can be a wide one.
-        zv = tl.load(z + token * PARTS * Z_PART + part * Z_PART + r0 + rr)
+        zv = tl.load(z + token * PARTS * z_part + part * z_part + r0 + rr)
         acc += tl.sum(weights.to(tl.float32) * tl.where(r0 + rr < rank, zv.to(tl.float32), 0.0)[:, None], 0)
         ahead = r0 + BLOCK_R
         weights = tl.load(
