@@ -24,7 +24,7 @@ def rank_columns(
     ranks,
     scales,
     K: tl.constexpr,
-    Z_PART: tl.constexpr,
+    z_part,
     PARTS: tl.constexpr,
     PLACES_ROW: tl.constexpr,
     PLACES_PART: tl.constexpr,
@@ -34,7 +34,7 @@ def rank_columns(
     """For indices j into the parts' rank rows laid end to end: offset of the A row in the arena, column of z, scale.
 
     j must be below the total rank. Example: ranks (2, 0, 3), j = 3 → second row
-    of part 2's A, z column 2 · Z_PART + 1.
+    of part 2's A, z column 2 · z_part + 1.
     """
     offset = tl.zeros_like(j).to(tl.int64)
     column = tl.zeros_like(j)
@@ -45,7 +45,7 @@ def rank_columns(
         place = tl.multiple_of(tl.load(places + row * PLACES_ROW + part * PLACES_PART), ALIGN)
         inside = (j >= first) & (j < first + rank)
         offset = tl.where(inside, place + (j - first).to(tl.int64) * K, offset)
-        column = tl.where(inside, part * Z_PART + j - first, column)
+        column = tl.where(inside, part * z_part + j - first, column)
         scale = tl.where(inside, tl.load(scales + row * RANKS_ROW + part * RANKS_PART), scale)
         first += rank
     if K % 16 == 0:

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from loraplex.kernels.lora._triton_dense import ALIGN, locate_columns, rank_columns, total_rank
 
@@ -21,24 +22,28 @@ def shrink_segments(
     slot_row,
     K: tl.constexpr,
     X_ROW: tl.constexpr,
-    Z_PART: tl.constexpr,
+    z_part,
     PARTS: tl.constexpr,
     PLACES_ROW: tl.constexpr,
     PLACES_PART: tl.constexpr,
     RANKS_ROW: tl.constexpr,
     RANKS_PART: tl.constexpr,
-    TILES: tl.constexpr,
+    tiles,
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """z[m, split, part, r] = scale · x[permutation[m]] · A[r] over one K range.
 
-    Grid: segments × TILES (programs that share a segment's tokens), SPLIT_K, programs that share the rank rows.
+    Grid: segments × tiles (programs that share a segment's tokens), SPLIT_K, programs that share the rank rows.
     """
-    segment = tl.program_id(0) // TILES
+    if PDL:  # see _triton_rows.py
+        gdc_wait()
+        gdc_launch_dependents()
+    segment = tl.program_id(0) // tiles
     if segment >= tl.load(num_segments):
         return
     slot = tl.load(weight_indices + segment)
@@ -52,7 +57,7 @@ def shrink_segments(
     split = tl.program_id(1)
     kk = split * SPAN + tl.arange(0, BLOCK_K)
     mm = tl.arange(0, BLOCK_M)
-    for m0 in range(start + tl.program_id(0) % TILES * BLOCK_M, end, TILES * BLOCK_M):
+    for m0 in range(start + tl.program_id(0) % tiles * BLOCK_M, end, tiles * BLOCK_M):
         filled = m0 + mm < end
         token = tl.load(permutation + m0 + mm, mask=filled, other=0)  # row 0 stands in, its results are not stored
         for j0 in range(tl.program_id(2) * BLOCK_R, total, tl.num_programs(2) * BLOCK_R):
@@ -65,7 +70,7 @@ def shrink_segments(
                 ranks,
                 scales,
                 K,
-                Z_PART,
+                z_part,
                 PARTS,
                 PLACES_ROW,
                 PLACES_PART,
@@ -84,7 +89,7 @@ def shrink_segments(
                     xv = tl.load(x_at + k, mask=inner[None, :], other=0.0)
                     a = tl.load(a_at + k, mask=inner[:, None], other=0.0)
                 acc = tl.dot(xv, a, acc, input_precision="ieee")
-            z_at = z + ((m0 + mm).to(tl.int64) * SPLIT_K + split)[:, None] * (PARTS * Z_PART) + column[None, :]
+            z_at = z + ((m0 + mm).to(tl.int64) * SPLIT_K + split)[:, None] * (PARTS * z_part) + column[None, :]
             tl.store(z_at, (acc * scale[None, :]).to(z.dtype.element_ty), mask=filled[:, None] & (j < total)[None, :])
 
 
@@ -103,23 +108,27 @@ def expand_segments(
     WIDTHS: tl.constexpr,
     WIDTH_DIV: tl.constexpr,
     Y_ROW: tl.constexpr,
-    Z_PART: tl.constexpr,
+    z_part,
     PARTS: tl.constexpr,
     PLACES_ROW: tl.constexpr,
     PLACES_PART: tl.constexpr,
     RANKS_ROW: tl.constexpr,
     RANKS_PART: tl.constexpr,
-    TILES: tl.constexpr,
+    tiles,
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y[permutation[m], n] += Σ_r (Σ_split z[m, split, part, r]) · B[r, n], splits added in order.
 
-    Grid: segments × TILES, column tiles of all parts.
+    Grid: segments × tiles, column tiles of all parts.
     """
-    segment = tl.program_id(0) // TILES
+    if PDL:  # see _triton_rows.py
+        gdc_wait()
+        gdc_launch_dependents()
+    segment = tl.program_id(0) // tiles
     if segment >= tl.load(num_segments):
         return
     slot = tl.load(weight_indices + segment)
@@ -137,10 +146,10 @@ def expand_segments(
     inside = n < width
     rr = tl.arange(0, BLOCK_R)
     mm = tl.arange(0, BLOCK_M)
-    for m0 in range(start + tl.program_id(0) % TILES * BLOCK_M, end, TILES * BLOCK_M):
+    for m0 in range(start + tl.program_id(0) % tiles * BLOCK_M, end, tiles * BLOCK_M):
         filled = m0 + mm < end
         token = tl.load(permutation + m0 + mm, mask=filled, other=0)
-        z_at = z + (m0 + mm).to(tl.int64)[:, None] * (SPLIT_K * PARTS * Z_PART) + part * Z_PART + rr[None, :]
+        z_at = z + (m0 + mm).to(tl.int64)[:, None] * (SPLIT_K * PARTS * z_part) + part * z_part + rr[None, :]
         out = y + token[:, None] * Y_ROW + begin + n[None, :]
         kept = filled[:, None] & inside[None, :]
         before = tl.load(out, mask=kept, other=0.0)
@@ -152,7 +161,7 @@ def expand_segments(
             # z is wide enough for whole tiles: an unmasked read stays inside and can be a wide one.
             zv = tl.load(z_at + r0, mask=filled[:, None], other=0.0).to(tl.float32)
             for split in tl.static_range(1, SPLIT_K):
-                zv += tl.load(z_at + r0 + split * PARTS * Z_PART, mask=filled[:, None], other=0.0).to(tl.float32)
+                zv += tl.load(z_at + r0 + split * PARTS * z_part, mask=filled[:, None], other=0.0).to(tl.float32)
             zv = tl.where((r0 + rr < rank)[None, :], zv, 0.0).to(weights.dtype)
             acc = tl.dot(zv, weights, acc, input_precision="ieee")
         tl.store(out, (before.to(tl.float32) + acc).to(y.dtype.element_ty), mask=kept)

@@ -32,7 +32,8 @@ class LoRABatchInfo:
     num_segments: torch.Tensor
     """int32 [1], on the device: no Python scalar that depends on the batch reaches a launch."""
     max_rank_in_batch: int
-    """Host value, for choosing a kernel variant; never a grid or loop bound."""
+    """Host value, not below any rank that kernels launched with this description will meet: sizes scratch and chooses a
+    kernel variant. Static buffers keep the one they were made with. Loops go to the rank that the tables say."""
     segments_host: tuple[tuple[int, int, int], ...]
     """(table row, start, end) over `permutation` for each segment with an adapter: lets the torch reference run
     without reading the device."""

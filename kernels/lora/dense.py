@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from loraplex.kernels.dispatch import use_triton
+from loraplex.kernels.dispatch import dependent_launch, use_triton
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.reference import lora_add_
 from loraplex.kernels.lora.weights import LoRAWeights
@@ -20,7 +20,7 @@ from loraplex.kernels.tuning import TileConfig, choose_tile
 TYPICAL_RANK = 64
 """Rank per part up to which each tile of rank rows gets a program of its own; larger ranks loop."""
 WANTED_PROGRAMS = 132
-"""Shrink programs below which the inner dimension is split: the SMs of an H200."""
+"""Shrink programs below which the inner dimension is split: one for each SM of an H200."""
 
 
 def rows_add_(y_TN: torch.Tensor, x_TD: torch.Tensor, w: LoRAWeights, batch: LoRABatchInfo) -> None:
@@ -35,6 +35,7 @@ def rows_add_(y_TN: torch.Tensor, x_TD: torch.Tensor, w: LoRAWeights, batch: LoR
 
     _check(y_TN, x_TD, w)
     tokens, parts = x_TD.shape[0], len(w.slices)
+    pdl = dependent_launch(x_TD.device)
     shape = _shape(w, batch)
     shrink = choose_tile("dense_rows_shrink", x_TD.device, _rows_shrink_tile(x_TD.shape[1]), tokens, **shape)
     expand = choose_tile("dense_rows_expand", x_TD.device, ROWS_EXPAND_TILE, tokens, **shape)
@@ -50,12 +51,12 @@ def rows_add_(y_TN: torch.Tensor, x_TD: torch.Tensor, w: LoRAWeights, batch: LoR
         batch.slot_row,
         K=x_TD.shape[1],
         X_ROW=x_TD.stride(0),
-        Z_PART=z.shape[2],
+        z_part=z.shape[2],
         BLOCK_R=shrink.block_r,
         BLOCK_K=shrink.block_k,
-        STAGES=shrink.num_stages,
         num_warps=shrink.num_warps,
         **_table_strides(w),
+        **pdl,
     )
     kernels.expand_rows[(tokens, _column_tiles(w, expand))](
         y_TN,
@@ -68,11 +69,12 @@ def rows_add_(y_TN: torch.Tensor, x_TD: torch.Tensor, w: LoRAWeights, batch: LoR
         WIDTHS=w.slices,
         WIDTH_DIV=math.gcd(16, *w.slices),
         Y_ROW=y_TN.stride(0),
-        Z_PART=z.shape[2],
+        z_part=z.shape[2],
         BLOCK_N=expand.block_n,
         BLOCK_R=expand.block_r,
         num_warps=expand.num_warps,
         **_table_strides(w),
+        **pdl,
     )
 
 
@@ -90,6 +92,7 @@ def segments_add_(
     from loraplex.kernels.lora import _triton_segments as kernels
 
     _check(y_TN, x_TD, w)
+    pdl = dependent_launch(x_TD.device)
     tokens, parts, segments = x_TD.shape[0], len(w.slices), batch.weight_indices.shape[0]
     shape = _shape(w, batch)
     default = _segments_shrink_tile(tokens, parts, segments, x_TD.shape[1], batch)
@@ -110,8 +113,8 @@ def segments_add_(
         *order,
         K=x_TD.shape[1],
         X_ROW=x_TD.stride(0),
-        Z_PART=z.shape[3],
-        TILES=tiles,
+        z_part=z.shape[3],
+        tiles=tiles,
         SPLIT_K=shrink.split_k,
         BLOCK_M=block_m,
         BLOCK_R=shrink.block_r,
@@ -119,6 +122,7 @@ def segments_add_(
         STAGES=shrink.num_stages,
         num_warps=shrink.num_warps,
         **_table_strides(w),
+        **pdl,
     )
     kernels.expand_segments[(segments * tiles, _column_tiles(w, expand))](
         y_TN,
@@ -130,14 +134,15 @@ def segments_add_(
         WIDTHS=w.slices,
         WIDTH_DIV=math.gcd(16, *w.slices),
         Y_ROW=y_TN.stride(0),
-        Z_PART=z.shape[3],
-        TILES=tiles,
+        z_part=z.shape[3],
+        tiles=tiles,
         SPLIT_K=shrink.split_k,
         BLOCK_M=block_m,
         BLOCK_N=expand.block_n,
         BLOCK_R=expand.block_r,
         num_warps=expand.num_warps,
         **_table_strides(w),
+        **pdl,
     )
 
 
@@ -149,7 +154,7 @@ ROWS_EXPAND_TILE = TileConfig(block_n=128, block_r=16, num_warps=1)
 
 def _rows_shrink_tile(width: int) -> TileConfig:
     """Few rank rows times a long stretch of the inner dimension."""
-    return TileConfig(block_r=4, block_k=min(1024, _power_of_two(width)), num_warps=4, num_stages=2)
+    return TileConfig(block_r=4, block_k=min(1024, _power_of_two(width)), num_warps=4)
 
 
 def _segments_shrink_tile(tokens: int, parts: int, segments: int, width: int, batch: LoRABatchInfo) -> TileConfig:

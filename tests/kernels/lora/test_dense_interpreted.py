@@ -32,7 +32,7 @@ QUICK = set(random.Random(3).sample(range(len(CASES)), 24))
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger tiles than a GPU likes: the interpreter's time goes by the number of programs and iterations."""
     monkeypatch.setattr(dense, "TYPICAL_RANK", 16)
-    monkeypatch.setattr(dense, "_rows_shrink_tile", lambda width: TileConfig(block_r=16, block_k=32))
+    monkeypatch.setattr(dense, "_rows_shrink_tile", lambda width: TileConfig(block_r=64, block_k=32))
 
 
 @pytest.mark.parametrize(
