@@ -36,7 +36,7 @@ class LoRAWeights:
     places: torch.Tensor
     """int64 [rows, C, 4]: a_offset, b_offset, a_expert_stride, b_expert_stride, in elements of the arena. A lies at
     a_offset + e · a_expert_stride as [r, in], B at b_offset + e · b_expert_stride as [r, out], both row-major. A stride
-    of 0 means shared by all experts; dense parts have both 0. All are multiples of 16: kernels read 16 bytes at once."""
+    of 0 means shared by all experts; dense parts have both 0. All are multiples of 16, for 16-byte reads."""
     ranks: torch.Tensor
     """int32 [rows, C]; 0: the adapter does not touch this part, nothing else of its row may be read."""
     scales: torch.Tensor

@@ -158,17 +158,17 @@ def test_a_disk_error_on_a_follower_fails_that_load_only(t1: Path, monkeypatch: 
 
     engine = TestEngine(t1, {"x": make_a(1, t1)})
     info = engine.loop.manager.registry.infos()[0]
-    message = ranks.Install(1, info.path, info.digest)
+    message = ranks.Store(99, info.path, info.digest)
     with monkeypatch.context() as broken:
 
         def raises(*_: object, **__: object) -> None:
             raise OSError(5, "Input/output error", "/secret/path")
 
         broken.setattr("loraplex.engine.lora.loader.read_adapter", raises)
-        error = worker._install(engine.loop.runner, engine.config, message)
+        error = worker._store(engine.loop.runner, engine.config, message)
         assert error is not None
         assert (error.status, error.param) == (422, "lora_path")
         assert "secret" not in error.message
         reply = engine.load("y", make_a(2, t1))
         assert reply.error == error
-    assert worker._install(engine.loop.runner, engine.config, message) is None
+    assert worker._store(engine.loop.runner, engine.config, message) is None
