@@ -21,6 +21,9 @@ from loraplex.engine.weights import init_dummy, load_weights
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.experts import expert_lora_op
 
+WARM_PROMPTS = (8, 15, 100, 257, 512, 1000)
+WARM_DECODES = (1, 2, 15, 16, 63, 64, 129, 256)
+"""Both sides of each change of kernel form and of divisibility by 16, for which Triton compiles anew."""
 PROMPT_LOGITS_ROWS = 256
 """Prompt positions whose logits exist at once: 256 × 151,936 × 4 bytes = 155 MB."""
 
@@ -96,10 +99,19 @@ class ModelRunner:
         return pages
 
     def warm_up(self) -> None:
-        """The first real forwards, a prompt and a decode, before anyone is told that the server is ready."""
-        n = min(8, self.kv[0][0].shape[0])
-        self._forward(self._probe_plan(n))
-        self._forward(self._probe_plan(1))
+        """The first real forwards, prompts and decodes, before anyone is told that the server is ready. On CUDA in all
+        sizes for which other kernels are chosen, with and without adapters: a kernel's first use compiles it, which
+        takes half a second that no request should wait for."""
+        pages = self.kv[0][0].shape[0] // self.page_size
+        cuda = self.device.type == "cuda"
+        largest = min(self.context_length, self.config.scheduler.prefill_budget, pages * self.page_size)
+        prompts = {min(n, largest) for n in (WARM_PROMPTS if cuda else WARM_PROMPTS[:1])} | (
+            {largest} if cuda else set()
+        )
+        decodes = {min(n, self.max_rows, pages) for n in (WARM_DECODES if cuda else WARM_DECODES[:1])}
+        for plan in [[n] for n in sorted(prompts)] + [[1] * n for n in sorted(decodes)]:
+            for slot in (-1, 0) if self.config.lora.enable_lora else (-1,):
+                self._forward(self._probe_plan(plan, slot))
 
     def _measure_activations(self) -> None:
         """On CUDA, notes the peak of a full prompt chunk, so that KV does not take what a step needs."""
@@ -109,23 +121,29 @@ class ModelRunner:
         tokens = min(self.context_length, self.config.scheduler.prefill_budget)
         self.kv = self._new_kv(-(-tokens // self.page_size))
         torch.cuda.reset_peak_memory_stats(self.device)
-        self._forward(self._probe_plan(tokens))
+        self._forward(self._probe_plan([tokens]))
         self.kv = []
         # The caching allocator keeps the peak reserved: mem_get_info counts it as used, and steps reuse it.
         self.memory_table.append(("activations", torch.cuda.max_memory_allocated(self.device) - before))
 
-    def _probe_plan(self, n: int) -> StepPlan:
+    def _probe_plan(self, num_new: list[int], slot: int = -1) -> StepPlan:
+        """Fresh sequences of so many tokens, all of the base or all of table row 0, whoever lives there."""
+        first_page, pages = 0, []
+        for n in num_new:
+            pages.append(list(range(first_page, first_page + -(-n // self.page_size))))
+            first_page += len(pages[-1])
+        rows = len(num_new)
         return StepPlan(
-            is_decode=n == 1,
-            rows=[0],
-            num_new=[n],
-            seq_lens=[n],
-            ids=[i % self.spec.vocab_size for i in range(n)],
-            pages=[list(range(-(-n // self.page_size)))],
-            slots=[-1],
-            slot_rows=[],
-            sample=[True],
-            prompt_logprobs=[-1],
+            is_decode=all(n == 1 for n in num_new),
+            rows=list(range(rows)),
+            num_new=num_new,
+            seq_lens=num_new,
+            ids=[i % self.spec.vocab_size for i in range(sum(num_new))],
+            pages=pages,
+            slots=[slot] * rows,
+            slot_rows=[0] if slot == 0 else [],
+            sample=[True] * rows,
+            prompt_logprobs=[-1] * rows,
         )
 
     def _new_kv(self, pages: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

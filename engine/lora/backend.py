@@ -23,7 +23,8 @@ class LoRABackend(Protocol):
     ) -> LoRABatchInfo:
         """Device description of a run of requests: per request its slot (−1 = base) and how many tokens it has.
 
-        slot_rows: table row behind each slot. ranks: table row → largest rank. At least one request has an adapter.
+        slot_rows: table row behind each slot. ranks: table row → largest rank; a row without an adapter is missing
+        and does nothing. At least one request has a slot.
         """
         ...
 

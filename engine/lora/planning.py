@@ -68,10 +68,12 @@ class PlannedBackend(ABC):
         segments = self.cut(slots, num_tokens, sum(num_tokens))
         fields = _fields(slots, num_tokens, slot_rows, segments)
         sizes = {name: len(values) for name, values in fields.items()}
+        # Kernels are compiled for a number of slots: one that changed with the step would compile them again and again.
+        sizes["slot_row"] = self.options.max_slots
         packed = _pack(fields, sizes, device).to(device, non_blocking=True)
         return LoRABatchInfo(
             **_views(packed, sizes),
-            max_rank_in_batch=max(ranks[row] for row in slot_rows),
+            max_rank_in_batch=max(ranks.get(row, 0) for row in slot_rows),
             segments_host=_segments_host(segments, slot_rows),
         )
 

@@ -61,7 +61,7 @@ def test_fields(name: str) -> None:
     assert plan.token_slot.tolist() == [1, 1, 1, -1, 0, 0]
     assert plan.req_seg_indptr.tolist() == [0, 3, 4, 6]
     assert plan.req_weight_indices.tolist() == slots
-    assert plan.slot_row.tolist() == slot_rows
+    assert plan.slot_row.tolist() == [*slot_rows, *[-1] * (kernels.options.max_slots - 2)]
     assert plan.permutation.dtype == torch.int64
     assert plan.max_rank_in_batch == 64
     assert plan.num_segments.tolist() == [len(plan.weight_indices)]
