@@ -241,6 +241,19 @@ def test_second_signal_does_not_wait_for_a_hung_engine(server: Server) -> None:
     assert server.end(children, 1) == 0
 
 
+def test_access_lines_are_of_the_debug_level(model_dir: Path) -> None:
+    running = Server(str(model_dir), "--log-level", "debug")
+    url = running.url()
+    children = running.children()
+    assert health(url) == 200
+    running.process.terminate()
+    assert running.end(children, 4) == 0
+    [line] = [line for line in running.log if "GET /health" in line]
+    assert " DEBUG uvicorn.access: " in line
+    assert running.process.stderr is not None
+    running.process.stderr.close()
+
+
 def test_hung_engine_turns_health_red_and_back(server: Server) -> None:
     url = server.url()
     assert health(url) == 200
