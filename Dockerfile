@@ -1,9 +1,14 @@
 # docker build -t loraplex .
-# docker run --gpus all -p 8000:8000 loraplex                                  the demo
-# docker run --gpus all -p 8000:8000 -v /models:/models loraplex serve /models/m   another model
+# docker run --gpus all -p 8000:8000 loraplex                                          the demo
+# docker run --gpus all -p 8000:8000 -v /models:/models loraplex serve /models/m       another model
+#     … -v /adapters:/adapters loraplex serve /models/m --adapter-root /adapters       and adapters, loaded at run time
+#     … -e LORAPLEX_PORT=9000 -p 9000:9000 …                                           another port: the health check
+#                                                                                      reads the variable, not --port
 #
-# BASE needs apt, or Python 3.11 or newer with venv; for a machine without a GPU: --build-arg BASE=python:3.12-slim
-ARG BASE=nvidia/cuda:12.8.1-runtime-ubuntu24.04
+# BASE needs apt, or Python 3.11 or newer with venv. For a machine without a GPU, without --gpus:
+# docker build --build-arg BASE=python:3.12-slim -t loraplex .
+# That base does with a GPU too: torch's wheels bring their CUDA libraries. The default has their CUDA, 13.
+ARG BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
 FROM ${BASE}
 
 RUN python3 -c 'import ensurepip, sys; assert sys.version_info >= (3, 11)' 2>/dev/null \

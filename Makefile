@@ -1,4 +1,4 @@
-# make serve   serve the demo             HOST=127.0.0.1 PORT=8000 FLAGS="--log-level debug"
+# make serve   serve the demo             HOST=0.0.0.0 PORT=8001 FLAGS="--log-level debug"
 # make test    run the tests              TESTS="tests/server -k flags"
 # make help    the other targets
 #
@@ -7,8 +7,8 @@
 PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
 VENV ?= .venv
-HOST ?= 127.0.0.1
-PORT ?= 8000
+HOST ?=
+PORT ?=
 FLAGS ?=
 TESTS ?= tests
 
@@ -38,8 +38,9 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 serve: $(STAMP)
-	@echo "==> serving the demo at http://$(HOST):$(PORT) (Ctrl-C ends it)"
-	@exec $(VENV)/bin/loraplex serve --config configs/serve/demo.yaml --host $(HOST) --port $(PORT) $(FLAGS)
+	@echo "==> starting the demo (its last line says where it answers; Ctrl-C ends it)"
+	@exec $(VENV)/bin/loraplex serve --config configs/serve/demo.yaml \
+		$(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(FLAGS)
 
 test: $(STAMP)
 	@echo "==> running the tests (the slow ones are left to make test-full)"

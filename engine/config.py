@@ -124,7 +124,9 @@ class ModelConfig:
         None, "tokens of prompt + completion (default: the model's)", aliases=("max-model-len",)
     )
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where the model runs; auto: CUDA when there is one")
-    random_seed: int = flag(0, "seed of requests that bring none, and of dummy weights", aliases=("seed",))
+    random_seed: int = flag(
+        0, "start of the random numbers of requests that bring no seed, and of dummy weights", aliases=("seed",)
+    )
     sampling_defaults: Literal["model", "openai"] = flag(
         "model", "model: temperature, top_p and top_k of generation_config.json; openai: 1, 1 and off"
     )
@@ -156,7 +158,9 @@ class CacheConfig:
     """memory and prefix cache"""
 
     mem_fraction_static: float = flag(0.88, "share of device memory for weights, adapters and KV (CUDA)")
-    max_total_tokens: int | None = flag(None, "size of the KV pool in tokens (default: what fits)")
+    max_total_tokens: int | None = flag(
+        None, "size of the KV pool in tokens (default: what fits; on CPU a quarter of the free memory, at most 4 GiB)"
+    )
     page_size: int = flag(16, "tokens in one KV page", aliases=("block-size",))
     disable_radix_cache: bool = flag(
         False, "do not reuse the KV of common prompt prefixes", negates="enable-prefix-caching"
@@ -234,7 +238,9 @@ class LoRAConfig:
         None, "tokens of one adapter that csgmv multiplies at once: 16, 32, 64 or 128 (default: by token count)"
     )
     lora_use_virtual_experts: bool = flag(True, "MoE LoRA by virtual experts; off: adapter by adapter")
-    max_loras_per_batch: int = flag(8, "distinct adapters in one step", aliases=("max-loras",))
+    max_loras_per_batch: int = flag(
+        8, "distinct adapters in one step (default: 8, or --max-loaded-loras if less)", aliases=("max-loras",)
+    )
     max_loaded_loras: int | None = flag(None, "adapters loaded at once (default: no limit)", aliases=("max-cpu-loras",))
     max_lora_rank: int = flag(512, "largest rank accepted")
     lora_memory: str = flag(

@@ -7,6 +7,7 @@ does not fit is an error naming tensor and file, never a model that runs on garb
 import hashlib
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,21 +32,27 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load_weights(model: CausalLM, folder: str | Path, parallel: Parallel, progress: bool = True) -> None:
-    """Reads this rank's slices of `folder`'s safetensors into `model`. Rank 0 shows a progress bar on stderr.
+    """Reads this rank's slices of `folder`'s safetensors into `model`. Rank 0 shows a progress bar on stderr, or a line
+    at start and end when stderr is no terminal.
 
     Raises ValueError for missing, unreadable, surplus, doubled or misshapen tensors, and for NaN or Inf in them.
     """
     loader = _Loader(model)
     files = checkpoint_files(Path(folder))
     total = sum(len(names) for names in files.values())
-    silent = not progress or parallel.rank > 0
-    with tqdm(total=total, desc="loading weights", unit=" tensors", disable=silent) as bar:
+    shown = progress and parallel.rank == 0
+    in_lines = shown and not sys.stderr.isatty()
+    if in_lines:
+        print(f"loading weights: {total} tensors", file=sys.stderr, flush=True)
+    with tqdm(total=total, desc="loading weights", unit=" tensors", disable=not shown or in_lines) as bar:
         for path, names in files.items():
             with open_weights(path) as file:
                 for name in names:
                     loader.load(path, file, name)
                     bar.update()
     loader.finish(Path(folder))
+    if in_lines:
+        print("loading weights: done", file=sys.stderr, flush=True)
 
 
 def init_dummy(model: CausalLM, seed: int) -> None:

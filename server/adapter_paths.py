@@ -10,8 +10,9 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def resolve(path: str, roots: Sequence[str]) -> str:
-    """The real path of an adapter folder. A relative `path` is looked up below each root in turn; symlinks
-    are followed as long as their target is below a root, those of the files in the folder too.
+    """The real path of an adapter folder. A relative `path` is looked up below each root in turn, then in the working
+    directory, where only what is below a root counts; symlinks are followed as long as their target is below a root,
+    those of the files in the folder too.
 
     Raises ForbiddenError when no root is configured or the target is outside all of them, NotFoundError when
     no such folder is. Outside the roots the answer does not tell what exists.
@@ -23,7 +24,8 @@ def resolve(path: str, roots: Sequence[str]) -> str:
     real_roots = [Path(os.path.realpath(root)) for root in roots]
     targets = [Path(os.path.realpath(root / path)) for root in real_roots]
     inside = [target for target in targets if _is_inside(target, real_roots)]
-    for target in inside:
+    here = Path(os.path.realpath(path))
+    for target in [*inside, here] if _is_inside(here, real_roots) else inside:
         if os.path.isdir(target):
             _check_files(target, real_roots)
             return str(target)

@@ -6,8 +6,11 @@ room.
 """
 
 import asyncio
+import logging
+import time
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from loraplex.engine.messages import AdapterInfo
@@ -20,10 +23,12 @@ from loraplex.server.model_choice import check_adapter_name
 from loraplex.server.openapi import documented
 from loraplex.server.wire import Wire
 
+log = logging.getLogger(__name__)
+
 
 class LoadAdapterRequest(Wire):
     lora_name: str
-    lora_path: str
+    lora_path: str = Field(min_length=1)
     load_inplace: bool = False
     pinned: bool = False
     """Stays on the device once it is there."""
@@ -43,12 +48,21 @@ async def _load(front: Front, request: Request) -> AdapterInfo:
     except ValueError as exc:
         raise InvalidRequestError(str(exc), param="lora_name") from None
     path = await asyncio.to_thread(resolve, fields.lora_path, lora.adapter_root)
-    return await front.engine.load_adapter(fields.lora_name, path, replace=fields.load_inplace, pinned=fields.pinned)
+    started = time.monotonic()
+    info = await front.engine.load_adapter(fields.lora_name, path, replace=fields.load_inplace, pinned=fields.pinned)
+    seconds = time.monotonic() - started
+    log.info("loaded adapter %r, version %d: %d bytes in %.2f s", info.name, info.version, info.bytes, seconds)
+    return info
 
 
 async def _unload(front: Front, request: Request) -> str:
     fields = UnloadAdapterRequest.read(await read_json(request))
+    info = front.engine.adapters.get(fields.lora_name)
+    started = time.monotonic()
     await front.engine.unload_adapter(fields.lora_name)
+    if info is not None:
+        seconds = time.monotonic() - started
+        log.info("unloaded adapter %r, version %d: %d bytes in %.2f s", info.name, info.version, info.bytes, seconds)
     return fields.lora_name
 
 

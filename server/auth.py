@@ -27,7 +27,7 @@ class RequireKey:
             return await self._app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
-        return await error_response(UnauthorizedError())(scope, receive, send)
+        return await error_response(_refusal(scope))(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
         return any(route.matches(scope)[0] is Match.FULL for route in self._open_routes)
@@ -41,6 +41,12 @@ class RequireKey:
         # Digests have one length, and all are compared: the time tells nothing about a key.
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return scheme.lower() == b"bearer" and any(matches)
+
+
+def _refusal(scope: Scope) -> UnauthorizedError:
+    if any(name == b"authorization" for name, _ in scope["headers"]):
+        return UnauthorizedError("The Authorization header holds no 'Bearer KEY' with a key of this server")
+    return UnauthorizedError()
 
 
 def _digest(key: bytes) -> bytes:

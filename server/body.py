@@ -33,7 +33,8 @@ async def read_json(request: Request) -> dict[str, Any]:
     try:
         fields = orjson.loads(raw)
     except orjson.JSONDecodeError as exc:
-        raise InvalidRequestError(f"The body is not valid JSON: {exc.msg}", param=_culprit(raw)) from None
+        reason, param = _diagnosis(raw)
+        raise InvalidRequestError(f"The body is not valid JSON: {reason or exc.msg}", param=param) from None
     if not isinstance(fields, dict):
         raise InvalidRequestError("The body must be a JSON object")
     if b"\\u0000" in raw and (name := _first_bad_field(fields)) is not None:
@@ -66,15 +67,23 @@ async def _read(request: Request) -> bytes:
     return bytes(body)
 
 
-def _culprit(raw: bytes) -> str | None:
-    """The top-level field that keeps `raw` from being strict JSON, when Python's laxer reader can tell."""
+def _diagnosis(raw: bytes) -> tuple[str | None, str | None]:
+    """What keeps `raw` from being strict JSON and the top-level field it is in, as far as Python's laxer reader can
+    tell."""
     if len(raw) > MAX_DIAGNOSED_BYTES:
-        return None
+        return None, None
+    constants: list[str] = []
+
+    def constant(name: str) -> float:
+        constants.append(name)
+        return math.nan
+
     try:
-        fields = json.loads(raw)
+        fields = json.loads(raw, parse_constant=constant)
     except (ValueError, RecursionError):
-        return None
-    return _first_bad_field(fields) if isinstance(fields, dict) else None
+        return None, None
+    reason = "NaN and Infinity are not JSON" if constants else None
+    return reason, _first_bad_field(fields) if isinstance(fields, dict) else None
 
 
 def _first_bad_field(fields: dict[str, Any]) -> str | None:

@@ -1,6 +1,7 @@
 """The `loraplex` command. Heavy imports wait until something is served, so that help and errors are instant."""
 
-import asyncio
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(argv: Sequence[str]) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop_at_once)
     from loraplex.server.flags import FlagError, parse
 
     try:
@@ -47,11 +50,24 @@ def _serve(argv: Sequence[str]) -> int:
         print(f"loraplex serve: error: {error}", file=sys.stderr)
         return 2
 
+    print("loraplex: starting", file=sys.stderr, flush=True)
+    import asyncio
+
     from loraplex.server.serve import StartError, serve
 
     try:
-        return asyncio.run(serve(config))
+        status = asyncio.Runner().run(serve(config))
     except StartError as error:
         *before, last = str(error).strip().splitlines()
         print(*before, f"loraplex: error: {last}", sep="\n", file=sys.stderr)
-        return 1
+        status = 1
+    # All has been stopped; an ordinary end would wait for a thread that is still at its imports.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _stop_at_once(number: int, _: object) -> None:
+    """Before the server's own handlers there is nothing to stop in order."""
+    os.write(2, b"loraplex: stopping\n")
+    os._exit(128 + number)

@@ -52,6 +52,10 @@ FIRST_RANK_GRACE = 2.0
 """Seconds that rank 0 has to say what is wrong, when a follower failed to start: mostly both failed for one reason."""
 
 
+QUEUE_FULL = ErrorInfo(status=503, message="The request queue is full.", code="queue_full", type="overloaded_error")
+"""The words of the engine's own refusal, which comes when the front's count runs behind."""
+
+
 class EngineStartError(Exception):
     """The engine did not get ready. The text is for the operator; its last line names what is wrong."""
 
@@ -118,6 +122,11 @@ class EngineClient:
     def healthy(self) -> bool:
         silent_for = self._loop.time() - self._last_sign
         return self._ready.done() and self._refusal is None and silent_for < self._limits.watchdog_timeout
+
+    @property
+    def num_open(self) -> int:
+        """Requests submitted and not yet ended."""
+        return len(self._streams)
 
     def new_id(self) -> int:
         return next(self._ids)
@@ -215,7 +224,7 @@ class EngineClient:
         if waiting_limit is None:
             return
         if self._live_sequences + n > self._limits.max_running_requests + waiting_limit:
-            raise EngineError(_unavailable("the request queue is full; try again later", "queue_full"))
+            raise EngineError(QUEUE_FULL)
 
     def _abort(self, stream: Mailbox) -> None:
         if self._streams.pop(stream.id, None) is not None:

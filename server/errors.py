@@ -65,14 +65,18 @@ class NotFoundError(ApiError):
 
 class ModelNotFoundError(NotFoundError):
     def __init__(self, name: str, *, param: str = "model") -> None:
-        super().__init__(f"The model {clip(name)} does not exist here", param=param, code="model_not_found")
+        super().__init__(
+            f"The model {clip(name)} does not exist here; GET /v1/models lists the names",
+            param=param,
+            code="model_not_found",
+        )
 
 
 class UnauthorizedError(ApiError):
     status = 401
 
-    def __init__(self) -> None:
-        super().__init__("Send an API key as 'Authorization: Bearer KEY'", code="invalid_api_key")
+    def __init__(self, message: str = "Send an API key as 'Authorization: Bearer KEY'") -> None:
+        super().__init__(message, code="invalid_api_key")
 
     @property
     def headers(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from loraplex.engine.config import Config
+from loraplex.engine.config import Config, LoRAConfig
 from loraplex.server.setting_sources import (
     ENV_PREFIX,
     FlagError,
@@ -67,7 +67,8 @@ def build_parser(prog: str = "loraplex serve") -> argparse.ArgumentParser:
         usage=f"{prog} MODEL_DIR [flags]",
         description="Serves a model folder, with LoRA adapters, over the OpenAI HTTP API.",
         epilog="Order: default < --config FILE < LORAPLEX_FLAG=value in the environment < command line. "
-        "Underscores may stand for dashes.",
+        "Underscores may stand for dashes. A list in a variable is separated by spaces and quoted as in a shell, or is "
+        "JSON: LORAPLEX_LORA_PATHS='sql=/adapters/sql law=/adapters/law'.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of these settings, without the dashes")
@@ -118,7 +119,9 @@ def _help(setting: Setting, hidden: Mapping[str, bool]) -> str:
         text += " (required; or given as MODEL_DIR)"
     elif "(default" not in text:
         text += f" (default: {_default_words(setting.default)})"
-    if hidden:
+    if setting.metadata["negates"] is not None:
+        text += f" [the opposite: --{setting.metadata['negates']}]"
+    elif hidden:
         text += f" [also {', '.join(hidden)}]"
     return text.replace("%", "%%")
 
@@ -161,10 +164,35 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, prog: s
     given = from_file | read_environment(environ, known) | from_argv
     if not given.get("model_path", Given("", "", "")).value:
         raise FlagError("MODEL_DIR is missing: give the folder of the model first, or --model-path")
+    for setting in known:
+        if setting.field in given and given[setting.field].source == config_file:
+            _check_relative_paths(setting, given[setting.field])
+    _lower_batch_default(given)
     try:
         return _build(known, given)
     except ValueError as error:
         raise FlagError(f"{error}{_sources(str(error), given)}") from None
+
+
+def _check_relative_paths(setting: Setting, given: Given) -> None:
+    """Whoever writes a path into a file may expect it to be relative to that file: the error says what it is not."""
+    if setting.metadata["metavar"] not in ("DIR", "FILE", "NAME=PATH"):
+        return
+    for text in given.value if setting.many else [given.value]:
+        path = text.partition("=")[2] if setting.metadata["metavar"] == "NAME=PATH" else text
+        if path and not path.startswith(("/", "dummy:")) and not os.path.exists(path):
+            raise FlagError(
+                f"{given.source}: {given.written}: {path} does not exist; it is taken relative to {os.getcwd()}"
+            )
+
+
+def _lower_batch_default(given: dict[str, Given]) -> None:
+    """No more adapters run in a step than may be loaded; only who names both numbers can contradict himself."""
+    loaded = given.get("max_loaded_loras")
+    if loaded is None or loaded.value is None or "max_loras_per_batch" in given:
+        return
+    if loaded.value < LoRAConfig.max_loras_per_batch:
+        given["max_loras_per_batch"] = loaded
 
 
 def _build(known: list[Setting], given: Mapping[str, Given]) -> Config:

@@ -2,7 +2,18 @@
 requests.
 """
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from collections.abc import Iterator
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.engine.messages import Heartbeat
@@ -16,6 +27,7 @@ class Metrics:
     """Counters and histograms of one server, in a registry of their own."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
+        disable_created_metrics()  # a second series for each first one, of no use to anybody here
         self.registry = registry = CollectorRegistry()
         self._engine = engine
         self.requests = Counter(
@@ -48,7 +60,7 @@ class Metrics:
         self._beat_gauge("loraplex:num_waiting", "Sequences waiting", "num_waiting")
         self._beat_gauge("loraplex:kv_used_tokens", "KV pool tokens held by running sequences", "kv_used_tokens")
         self._beat_gauge("loraplex:kv_cached_tokens", "KV pool tokens kept as prefix cache", "kv_cached_tokens")
-        self._beat_gauge("loraplex:preemptions", "Preemptions since start", "preemptions")
+        registry.register(_Preemptions(engine))
         self._beat_gauge("vllm:num_requests_running", "Sequences running", "num_running", model_name)
         self._beat_gauge("vllm:num_requests_waiting", "Sequences waiting", "num_waiting", model_name)
         adapters = Gauge("loraplex:num_adapters", "Adapters that answer requests", registry=registry)
@@ -71,6 +83,17 @@ def _beat_value(beat: Heartbeat | None, field: str) -> float:
     return 0.0 if beat is None else float(getattr(beat, field))
 
 
+class _Preemptions(Collector):
+    """A counter that the engine keeps: its last heartbeat is read when scraped."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        value = _beat_value(self._engine.last_heartbeat, "preemptions")
+        yield CounterMetricFamily("loraplex:preemptions", "Sequences preempted and computed again", value=value)
+
+
 class CountRequests:
     """ASGI middleware: counts answers by route and status. What matches no route counts as `other`."""
 
@@ -84,7 +107,7 @@ class CountRequests:
 
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                endpoint = getattr(scope.get("route"), "path", "other")
+                endpoint = getattr(scope.get("route"), "path_format", "other")
                 self._metrics.requests.labels(endpoint, str(message["status"])).inc()
             await send(message)
 

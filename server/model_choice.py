@@ -49,7 +49,8 @@ def choose_adapters(
         return [chosen] * num_prompts
     names: list[str | None] = lora_path if isinstance(lora_path, list) else [lora_path] * num_prompts
     if len(names) != num_prompts:
-        raise InvalidRequestError(f"lora_path has {len(names)} items for {num_prompts} prompts", param="lora_path")
+        message = f"lora_path must have one item per prompt: {num_prompts}, not {len(names)}"
+        raise InvalidRequestError(message, param="lora_path")
     for name in names:
         if name is not None and name not in adapters:
             raise ModelNotFoundError(name, param="lora_path")

@@ -4,8 +4,8 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from loraplex.server.errors import ModelNotFoundError
 from loraplex.server.front import Front
+from loraplex.server.model_choice import choose_adapter
 
 
 def router(front: Front) -> APIRouter:
@@ -18,9 +18,11 @@ def router(front: Front) -> APIRouter:
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         cards = _cards(front)
-        if name not in cards:
-            raise ModelNotFoundError(name)
-        return cards[name]
+        if name in cards:
+            return cards[name]
+        adapter = choose_adapter(name, front.served_names, front.engine.adapters)
+        assert adapter is not None, "the base model's names have cards"
+        return cards[adapter] | {"id": name}
 
     return routes
 

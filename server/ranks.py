@@ -11,7 +11,9 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -35,10 +37,22 @@ def worker_main(config: Config, rank: int, conn: Connection, followers: list[Con
 def _run(
     target: RankMain, config: Config, rank: int, conn: Connection, followers: list[Connection], init_file: str
 ) -> None:
-    # Ctrl-C in a terminal reaches the whole process group; the front alone decides what it means.
+    # From here on for whatever comes; up to here `_sigint_blocked` has kept it away.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     target(config, rank, conn, followers, init_file)
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Processes started meanwhile begin with SIGINT blocked. Ctrl-C in a terminal reaches the whole process group, the
+    front alone decides what it means, and an interpreter at its first imports would answer with a traceback."""
+    resource_tracker.ensure_running()  # starting it would unblock the signal again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_with_parent() -> None:
@@ -64,7 +78,8 @@ class Ranks:
                 followers = [leader for leader, _ in pairs] if rank == 0 else []
                 args = (target, config, rank, end, followers, str(self._folder / "init"))
                 process = context.Process(target=_run, args=args, name=f"loraplex-rank{rank}", daemon=True)
-                process.start()
+                with _sigint_blocked():
+                    process.start()
                 self.processes.append(process)
         except BaseException:
             self.kill()

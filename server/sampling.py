@@ -74,12 +74,14 @@ def fit(budget: TokenBudget, prompt_tokens: int, info: Ready) -> int:
     room = limit - prompt_tokens
     if budget.asked is None and room >= 1:
         return room if budget.default is None else min(budget.default, room)
-    asked = 1 if budget.asked is None else budget.asked
-    if asked > room:
-        message = f"{what} holds {limit} tokens, but the prompt has {prompt_tokens} and {asked} more were requested"
-        param = budget.prompt_in if room < 1 else budget.asked_in
-        raise ContextTooLongError(message[0].upper() + message[1:], param=param)
-    return asked
+    if budget.asked is None:
+        message = f"{what} holds {limit} tokens: the prompt's {prompt_tokens} leave no room for an answer"
+    elif budget.asked > room:
+        message = f"{what} holds {limit} tokens, but the prompt has {prompt_tokens}, and {budget.asked} were requested"
+    else:
+        return budget.asked
+    param = budget.prompt_in if room < 1 else budget.asked_in
+    raise ContextTooLongError(message[0].upper() + message[1:], param=param)
 
 
 def check_ids(fields: GenerationFields, info: Ready) -> None:

@@ -2,11 +2,14 @@
 
 The port is bound first, so that a taken one is known at once, but listens only when the engine has done its first
 forward. Signals are ours, not uvicorn's, which would end with the signal instead of with status 0: the first one
-ends open requests with an error and stops in order, the second stops at once.
+ends open requests with an error and stops in order, the second stops at once. A signal before the port is open ends
+with status 128 + its number.
 """
 
 import asyncio
 import contextlib
+import errno
+import json
 import logging
 import signal
 import socket
@@ -44,11 +47,17 @@ class _Stop:
         self.asked = asyncio.Event()
         self.forced = asyncio.Event()
         loop = asyncio.get_running_loop()
+        self.status = 0
+        """That of a process which the first signal ended."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
 
-    def _on_signal(self) -> None:
-        (self.forced if self.asked.is_set() else self.asked).set()
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.asked.is_set():
+            self.forced.set()
+        else:
+            self.status = 128 + number
+            self.asked.set()
 
 
 class _HTTPServer(uvicorn.Server):
@@ -69,9 +78,10 @@ class _HTTPServer(uvicorn.Server):
 def check_files(config: Config) -> None:
     """Raises StartError for what needs no engine to be seen wrong."""
     model = Path(config.model.model_path)
-    _check_folder("the model folder", model)
+    _check_folder("the model folder", model, "; models are not downloaded, give a local folder")
     if not (model / "config.json").is_file():
         raise StartError(f"{model / 'config.json'} does not exist; is {model} a model folder?")
+    _check_config(model / "config.json", config.parallel.tp_size)
     if config.model.tokenizer_path is not None:
         _check_folder("--tokenizer-path", Path(config.model.tokenizer_path))
     if config.model.chat_template is not None and not Path(config.model.chat_template).is_file():
@@ -83,9 +93,25 @@ def check_files(config: Config) -> None:
             _check_folder(f"--lora-paths {name}", Path(path))
 
 
-def _check_folder(what: str, path: Path) -> None:
+def _check_config(path: Path, tp_size: int) -> None:
+    """What every rank would find out after seconds. Whatever else is wrong with the file the engine tells."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if not isinstance(fields, dict):
+        return
+    if "auto_map" in fields:
+        log.warning("%s: auto_map is ignored: code that comes with a checkpoint is never run", path)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = fields.get(name)
+        if isinstance(heads, int) and heads > 0 and heads % tp_size and tp_size % heads:
+            raise StartError(f"--tp-size {tp_size} cannot split {name} {heads} of {path} evenly")
+
+
+def _check_folder(what: str, path: Path, advice: str = "") -> None:
     if not path.is_dir():
-        raise StartError(f"{what}: {path} {'is not a folder' if path.exists() else 'does not exist'}")
+        raise StartError(f"{what}: {path} {'is not a folder' if path.exists() else f'does not exist{advice}'}")
 
 
 def load_front() -> AppBuilder:
@@ -124,12 +150,14 @@ async def serve(config: Config, *, target: RankMain = worker_main, load: Callabl
         loading = asyncio.create_task(asyncio.to_thread(load))
         client = await _start_engine(config, target, stop)
         if client is None:
-            return 0
+            return stop.status
         try:
             print(_memory_table(client.info), file=sys.stderr)
-            build = await loading
-            app = await asyncio.to_thread(build, client, config)
-            return await _serve_http(app, client, config, listener, stop)
+            building = asyncio.create_task(_build(loading, client, config))
+            if not await _finishes_before(building, stop.asked.wait()):
+                _say("stopping")
+                return stop.status
+            return await _serve_http(building.result(), client, config, listener, stop)
         finally:
             ending = asyncio.create_task(client.shutdown(ENGINE_STOP_SECONDS))
             if not await _finishes_before(ending, stop.forced.wait()):
@@ -137,10 +165,16 @@ async def serve(config: Config, *, target: RankMain = worker_main, load: Callabl
                 await ending
 
 
+async def _build(loading: "asyncio.Task[AppBuilder]", client: EngineClient, config: Config) -> Any:
+    build = await loading
+    return await asyncio.to_thread(build, client, config)
+
+
 async def _start_engine(config: Config, target: RankMain, stop: _Stop) -> EngineClient | None:
     """None when a signal came first."""
     starting = asyncio.create_task(EngineClient.start(config, _say, target=target))
     if not await _finishes_before(starting, stop.asked.wait()):
+        _say("stopping")
         starting.cancel()
         await asyncio.wait([starting])
         return None
@@ -152,6 +186,7 @@ async def _start_engine(config: Config, target: RankMain, stop: _Stop) -> Engine
 
 async def _serve_http(app: Any, client: EngineClient, config: Config, listener: socket.socket, stop: _Stop) -> int:
     debug = config.server.log_level == "debug"
+    logging.getLogger("uvicorn.access").addFilter(_as_debug)
     http = uvicorn.Config(
         app,
         http="h11",  # bounds a request's head; httptools takes headers of any size into memory
@@ -168,6 +203,8 @@ async def _serve_http(app: Any, client: EngineClient, config: Config, listener: 
     server = _HTTPServer(http, lambda: _say(f"serving {name} at {url}"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     ended = await _first(serving, stop.asked.wait(), client.dead.wait())
+    if ended == 1:
+        _say(f"stopping; requests under way: {client.num_open}")
     if ended == 2:
         await _first(stop.asked.wait(), asyncio.sleep(DEAD_ENGINE_SECONDS))
     client.refuse()
@@ -176,6 +213,12 @@ async def _serve_http(app: Any, client: EngineClient, config: Config, listener: 
         server.force_exit = True
     await serving
     return 0 if ended == 1 else 1
+
+
+def _as_debug(record: logging.LogRecord) -> bool:
+    """uvicorn calls its access lines INFO; they are shown only with --log-level debug."""
+    record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+    return True
 
 
 async def _first(*awaitables: Awaitable[Any]) -> int:
@@ -205,7 +248,8 @@ def _bound_socket(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise StartError(f"--host {host} --port {port}: {error.strerror}") from None
+        advice = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
+        raise StartError(f"--host {host} --port {port}: {error.strerror}{advice}") from None
     return listener
 
 

@@ -12,6 +12,8 @@ from loraplex.server.settings import Setting, spellings
 
 ENV_PREFIX = "LORAPLEX_"
 TEST_PREFIX = "LORAPLEX_TEST_"
+SIMILAR = 0.75
+"""Likeness, from 0 to 1, from which an unknown name is taken for a misspelt one: "prot" for "port" just is."""
 
 REFUSED = {
     "gpu-memory-utilization": "refused, because its share counts the workspace of a step too; "
@@ -44,6 +46,8 @@ class Values:
         before = self.given.get(setting.field)
         if before is not None and setting.many and written.startswith("--"):
             value = before.value + value
+        elif before is not None and before.value != value and before.written == written:
+            raise FlagError(f"{self.source}: {written} is given twice ({before.value} and {value})")
         elif before is not None and before.value != value:
             raise FlagError(f"{self.source}: {written} contradicts {before.written}; give one of them")
         self.given[setting.field] = Given(value, written, self.source)
@@ -54,7 +58,7 @@ def unknown(source: str, written: str, known: Sequence[str]) -> NoReturn:
     bare = written.removeprefix("--").removeprefix(ENV_PREFIX).replace("_", "-").lower()
     if bare in REFUSED:
         raise FlagError(f"{source}: {written} is {REFUSED[bare]}")
-    near = difflib.get_close_matches(bare, known, n=1)
+    near = difflib.get_close_matches(bare, known, n=1, cutoff=SIMILAR)
     hint = f"; did you mean {_written_like(written, near[0])}?" if near else ""
     raise FlagError(f"{source}: {written} is unknown{hint}")
 
@@ -70,14 +74,14 @@ def read_file(path: str, known: list[Setting]) -> dict[str, Given]:
     """Settings of a YAML file: one mapping from flag names to values."""
     import yaml
 
-    from loraplex.server.yaml_file import load_mapping
+    from loraplex.server.yaml_file import load_mapping, yaml_complaint
 
     try:
         content = load_mapping(Path(path))
     except OSError as error:
         raise FlagError(f"--config {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise FlagError(f"--config {path}: {' '.join(str(error).split())}") from None
+        raise FlagError(f"--config {path}: {yaml_complaint(error)}") from None
     table = spellings(known)
     values = Values(path)
     for key, value in content.items():

@@ -27,8 +27,8 @@ class Prompt:
 
 class TextProcessor:
     def __init__(self, tokenizer_dir: str, chat_template_file: str | None, model_vocab_size: int) -> None:
-        """Loads local files only, runs no code of the checkpoint. Raises ValueError or OSError naming the
-        folder.
+        """Loads local files only, runs no code of the checkpoint. Raises ValueError or OSError naming the file
+        or the field.
         """
         loaded = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True, trust_remote_code=False)
         if not isinstance(getattr(loaded, "backend_tokenizer", None), Tokenizer):
@@ -36,13 +36,14 @@ class TextProcessor:
         if loaded.backend_tokenizer.get_vocab_size(with_added_tokens=False) <= 1:
             # Without any file transformers makes an empty tokenizer of the model's type, which reads all text as "".
             raise ValueError(f"{tokenizer_dir}: no tokenizer.json; see --tokenizer-path and --skip-tokenizer-init")
+        _check_size(loaded.backend_tokenizer, tokenizer_dir, model_vocab_size)
         if chat_template_file is not None:
             loaded.chat_template = Path(chat_template_file).read_text(encoding="utf-8")
+        _check_template(loaded, chat_template_file or f"{tokenizer_dir}: chat_template")
         self._templates = loaded
         self._tokenizer: Tokenizer = loaded.backend_tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._vocab_size = model_vocab_size
         self.vocabulary = TokenizerVocabulary(self._tokenizer)
         self._guard = SpecialTextGuard(self.vocabulary.special_texts)
 
@@ -51,18 +52,16 @@ class TextProcessor:
         return bool(self._templates.chat_template)
 
     def encode(self, texts: list[str], *, add_special_tokens: bool = True) -> list[Prompt]:
-        """One Prompt per text. Raises InvalidRequestError for a token the model has no embedding for."""
+        """One Prompt per text."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return [self._prompt(encoding.ids, encoding.special_tokens_mask) for encoding in encodings]
-
-    def _prompt(self, ids: list[int], added_mask: list[int]) -> Prompt:
-        self._check_range(ids)
-        return Prompt(ids, frozenset(i for i, added in enumerate(added_mask) if added), from_text=True)
-
-    def _check_range(self, ids: list[int]) -> None:
-        if ids and max(ids) >= self._vocab_size:
-            token = clip(self._tokenizer.id_to_token(max(ids)))
-            raise InvalidRequestError(f"The text holds {token}, a token outside the model's vocabulary")
+        return [
+            Prompt(
+                encoding.ids,
+                frozenset(i for i, added in enumerate(encoding.special_tokens_mask) if added),
+                from_text=True,
+            )
+            for encoding in encodings
+        ]
 
     def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, **kwargs: Any) -> list[int]:
         """Token ids of the rendered messages; the template alone decides about BOS.
@@ -79,9 +78,7 @@ class TextProcessor:
             add_generation_prompt=add_generation_prompt,
             **self._guard.protect(kwargs),
         )
-        ids = [token for text, data in self._guard.split(rendered) for token in self._piece_ids(text, data)]
-        self._check_range(ids)
-        return ids
+        return [token for text, data in self._guard.split(rendered) for token in self._piece_ids(text, data)]
 
     def _protected(self, message: dict[str, Any]) -> dict[str, Any]:
         return self._guard.protect(message) | {"role": message["role"]}
@@ -120,3 +117,24 @@ class TextProcessor:
         the 4.
         """
         return len(text) > 4 * limit * self.vocabulary.max_token_bytes
+
+
+def _check_size(tokenizer: Tokenizer, folder: str, model_vocab_size: int) -> None:
+    """Raises ValueError when a text could become an id that the model has no embedding for."""
+    token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if last >= model_vocab_size:
+        raise ValueError(
+            f"{folder}: tokenizer.json: {clip(token)} has id {last}, but vocab_size in the model's config.json is "
+            f"{model_vocab_size}: is this the model's tokenizer?"
+        )
+
+
+def _check_template(tokenizer: Any, where: str) -> None:
+    """Raises ValueError for a chat template that is not Jinja. It may refuse the trial message."""
+    try:
+        if tokenizer.chat_template:
+            tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"{where}: line {error.lineno}: {error.message}") from error
+    except Exception:
+        return

@@ -75,9 +75,10 @@ def test_the_wheel_holds_the_licence(wheel: set[str]) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in wheel)
 
 
-def test_presets_are_valid() -> None:
+def test_presets_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     from loraplex.server.flags import parse
 
+    monkeypatch.chdir(ROOT)
     presets = sorted((ROOT / "configs" / "serve").glob("*.yaml"))
     assert presets
     for preset in presets:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from kit.server import Server, assert_idle, serve
 from openai import OpenAI
@@ -59,6 +60,18 @@ def test_thirty_two_at_once_answer_as_alone(client: OpenAI, server: Server) -> N
         answers = list(pool.map(lambda i: chat(client, names[i % 4]), range(32)))
     assert answers == [alone[names[i % 4]] for i in range(32)]
     assert_idle(server)
+
+
+def test_run_time_load_of_the_readme(client: OpenAI, server: Server) -> None:
+    body = {"lora_name": "verse", "lora_path": "tang"}
+    answer = httpx.post(f"{server}/v1/load_lora_adapter", json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    assert chat(client, "verse") == chat(client, "tang")
+    assert httpx.get(f"{server}/v1/models/demo:verse", trust_env=False).json()["root"].endswith("adapters/tang")
+    httpx.post(f"{server}/v1/unload_lora_adapter", json={"lora_name": "verse"}, timeout=60, trust_env=False)
+    assert "loaded adapter 'verse', version " in server.log
+    assert "loading weights: 200 tensors\n" in server.log
+    assert "%|" not in server.log  # no progress bar in a file
 
 
 def test_stream_equals_whole(client: OpenAI) -> None:

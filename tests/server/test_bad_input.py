@@ -133,6 +133,16 @@ def test_bad_body(server, path, raw):
     probe(server)
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "Infinity"])
+def test_constants_of_javascript_are_named(server, value):
+    raw = f'{{"model": "m", "prompt": "a", "logit_bias": {{"1": {value}}}}}'.encode()
+    answer = server.post(COMPLETIONS, content=raw, headers={"content-type": "application/json"})
+    assert_refused(answer, "logit_bias")
+    assert "NaN and Infinity are not JSON" in answer.json()["error"]["message"]
+    huge = server.post(COMPLETIONS, content=RAW["huge"], headers={"content-type": "application/json"})
+    assert "NaN" not in huge.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None]
 )

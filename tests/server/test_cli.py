@@ -18,6 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from loraplex.server.flags import parse
+from loraplex.server.serve import check_files
+
 HERE = Path(__file__).parent
 
 
@@ -126,7 +129,8 @@ def test_unknown_command_and_flag_are_one_line_and_status_2(model_dir: Path) -> 
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        ("missing", "nowhere does not exist"),
+        ("missing", "nowhere does not exist; models are not downloaded"),
+        ("heads", "--tp-size 3 cannot split num_key_value_heads 4 of"),
         ("file", "config.json is not a folder"),
         ("no_config", "config.json does not exist"),
         ("template", "--chat-template: nowhere.jinja is not a file"),
@@ -135,7 +139,9 @@ def test_unknown_command_and_flag_are_one_line_and_status_2(model_dir: Path) -> 
     ],
 )
 def test_files_are_checked_before_anything_starts(model_dir: Path, tmp_path: Path, broken: str, words: str) -> None:
+    (model_dir / "config.json").write_text(json.dumps({"num_attention_heads": 6, "num_key_value_heads": 4}))
     argv = {
+        "heads": [str(model_dir), "--tp-size", "3"],
         "missing": ["nowhere"],
         "file": [str(model_dir / "config.json")],
         "no_config": [str(tmp_path)],
@@ -153,7 +159,7 @@ def test_taken_port_is_an_error_before_the_engine_starts(model_dir: Path) -> Non
         port = taken.getsockname()[1]
         result = loraplex("serve", str(model_dir), "--port", str(port))
     assert result.returncode == 1
-    assert f"--port {port}: Address already in use" in result.stderr.splitlines()[-1]
+    assert f"--port {port}: Address already in use; choose another with --port" in result.stderr.splitlines()[-1]
 
 
 def test_start_failure_of_the_engine_is_the_last_line(tmp_path: Path) -> None:
@@ -178,8 +184,34 @@ def test_signal_ends_open_requests_and_the_server_with_status_0(server: Server, 
         server.process.send_signal(number)
         assert response.read() == b"shutting_down"
     assert server.end(children, 4) == 0
+    assert server.log[-1] == "loraplex: stopping; requests under way: 1\n"
     with pytest.raises(OSError):
         health(url)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("moment", [0, 0.1, 0.4])
+def test_signal_early_in_the_start(model_dir: Path, moment: float, number: signal.Signals, status: int) -> None:
+    """The real command: a signal among its imports, or those of the engine, ends all at once, without a traceback."""
+    (model_dir / "config.json").write_text("{}")
+    command = [sys.executable, "-P", "-m", "loraplex.server", "serve", str(model_dir), "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "loraplex: starting\n"
+    time.sleep(moment)
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    sent = time.monotonic()
+    _, log = process.communicate(timeout=20)  # its children hold stderr: it ends when the last has
+    assert process.returncode == status
+    assert log == "loraplex: stopping\n"
+    assert time.monotonic() - sent < 3
+
+
+def test_code_of_a_checkpoint_is_ignored_with_a_warning(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (model_dir / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "code.Config"}}))
+    check_files(parse([str(model_dir)], {}))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "auto_map is ignored: code that comes with a checkpoint is never run" in caplog.text
 
 
 def test_signal_to_the_whole_group_while_loading(tmp_path: Path) -> None:
@@ -192,8 +224,8 @@ def test_signal_to_the_whole_group_while_loading(tmp_path: Path) -> None:
     assert children
     for process in [psutil.Process(loading.process.pid), *children]:
         process.send_signal(signal.SIGINT)  # as Ctrl-C in a terminal does
-    assert loading.end(children, 5) == 0
-    assert not any("Traceback" in line for line in loading.log)
+    assert loading.end(children, 5) == 130
+    assert loading.log == ["loraplex: stopping\n"]
     assert loading.process.stderr is not None
     loading.process.stderr.close()
 
@@ -207,6 +239,19 @@ def test_second_signal_does_not_wait_for_a_hung_engine(server: Server) -> None:
     time.sleep(0.2)
     server.process.terminate()
     assert server.end(children, 1) == 0
+
+
+def test_access_lines_are_of_the_debug_level(model_dir: Path) -> None:
+    running = Server(str(model_dir), "--log-level", "debug")
+    url = running.url()
+    children = running.children()
+    assert health(url) == 200
+    running.process.terminate()
+    assert running.end(children, 4) == 0
+    [line] = [line for line in running.log if "GET /health" in line]
+    assert " DEBUG uvicorn.access: " in line
+    assert running.process.stderr is not None
+    running.process.stderr.close()
 
 
 def test_hung_engine_turns_health_red_and_back(server: Server) -> None:

@@ -312,6 +312,7 @@ def test_queue_limit_counts_sequences_and_frees_them(fake_rank: ModuleType) -> N
         with pytest.raises(EngineError) as caught:
             client.submit(request(client, fake_rank.COUNTS, n=2))
         assert (caught.value.info.status, caught.value.info.code) == (503, "queue_full")
+        assert caught.value.info.type == "overloaded_error"  # as in the engine's own refusal
         await drain(client.submit(request(client, fake_rank.COUNTS, n=1)))
         first.abort()
         assert len(await drain(client.submit(request(client, fake_rank.COUNTS, n=4)))) >= 1

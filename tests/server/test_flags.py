@@ -127,6 +127,8 @@ def test_lora_paths_in_every_form(tmp_path: Path) -> None:
         ("--prot 1", "--prot is unknown; did you mean --port?"),
         ("--max-lora 1", "--max-lora is unknown; did you mean --max-loras?"),
         ("--zzzzzz", "--zzzzzz is unknown"),
+        ("--port 1 --port 2", "--port is given twice (1 and 2)"),
+        ("--max-loaded-loras 1 --max-loras 8", "--max-loaded-loras 1 must not be below --max-loras-per-batch 8"),
         ("other", "one MODEL_DIR is expected, not m other"),
         ("--model-path other", "m contradicts --model-path"),
         ("--seed 1 --random-seed 2", "--random-seed contradicts --seed"),
@@ -146,6 +148,35 @@ def test_lora_paths_in_every_form(tmp_path: Path) -> None:
 )
 def test_wrong_command_lines(flags: str, words: str) -> None:
     assert words in refusal("m", *flags.split())
+
+
+def test_an_unknown_name_is_not_likened_to_just_any_other() -> None:
+    assert refusal("m", "--quantization", "fp8").endswith("--quantization is unknown")
+
+
+def test_fewer_loaded_adapters_than_a_step_takes_by_default_lower_that_default() -> None:
+    assert config("m", "--max-loaded-loras", "3").lora.max_loras_per_batch == 3
+    assert config("m", "--max-loaded-loras", "30").lora.max_loras_per_batch == 8
+    assert config("m", "--max-loaded-loras", "30", "--max-loras", "9").lora.max_loras_per_batch == 9
+
+
+@pytest.mark.parametrize(
+    ("line", "path"), [("model_path: nowhere", "nowhere"), ("lora_paths: [a=no/where, b=/no]", "no/where")]
+)
+def test_a_missing_relative_path_of_a_file_says_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = yaml_file(tmp_path, line)
+    message = refusal("--config", file, env={"LORAPLEX_TOKENIZER_PATH": "elsewhere"} | model_for(line))
+    assert message.startswith(f"{file}: {line.partition(':')[0]}: {path} does not exist")
+    assert str(tmp_path) in message.removeprefix(file)
+    (tmp_path / path).mkdir(parents=True)
+    config("--config", file, env=model_for(line))
+
+
+def model_for(line: str) -> dict[str, str]:
+    return {} if line.startswith("model_path") else {"LORAPLEX_MODEL_PATH": "m"}
 
 
 def test_the_same_value_twice_is_no_contradiction() -> None:
@@ -172,9 +203,10 @@ def test_model_is_required() -> None:
         ("mem_fraction_static: high", "mem_fraction_static: 'high' is not a number"),
         ("dtype: int8", "dtype: 'int8' is none of"),
         ("seed: 1\nrandom_seed: 2", "random_seed contradicts seed"),
-        ("port: 1\nport: 2", "the key 'port' is given twice"),
+        ("seed: 3\nport: 1\nport: 2", "serve.yaml: line 3: the key 'port' is given twice"),
         ("- port", "must hold a mapping"),
-        ("port: [", "serve.yaml"),
+        ("port: [", "serve.yaml: line 1: expected the node content"),
+        ("seed: 1\nport: 1: 2", "serve.yaml: line 2: mapping values are not allowed here"),
         ("page_size: 0", "--page-size must be at least 1, not 0 (page_size in"),
     ],
 )
@@ -234,6 +266,12 @@ def test_help_has_a_line_with_the_default_for_every_flag() -> None:
         assert "default" in text[start : start + 420] or setting.field == "model_path", setting.name
         for alias in setting.metadata["aliases"]:
             assert f"--{alias}" in text.replace("- ", "-"), alias
+
+
+def test_help_calls_the_opposite_an_opposite() -> None:
+    text = " ".join(build_parser().format_help().split())
+    assert "[the opposite: --enable-prefix-caching]" in text
+    assert "also --enable-prefix-caching" not in text
 
 
 def test_no_two_flags_share_a_spelling() -> None:

@@ -167,6 +167,9 @@ def test_models_list_and_cards(lora_server):
     assert adapter["max_model_len"] == 512
     base = lora_server.get("/v1/models/m").json()
     assert (base["parent"], base["object"]) == (None, "model")
-    missing = lora_server.get("/v1/models/nope")
-    assert missing.status_code == 404
-    assert missing.json()["error"]["code"] == "model_not_found"
+    assert lora_server.get("/v1/models/m2:org/x").json() == adapter | {"id": "m2:org/x"}
+    for name in ("nope", "m:nope", "m:m", "nope:A1"):
+        missing = lora_server.get(f"/v1/models/{name}")
+        assert missing.status_code == 404
+        assert missing.json()["error"]["code"] == "model_not_found"
+        assert "GET /v1/models" in missing.json()["error"]["message"]

@@ -102,3 +102,20 @@ def test_model_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match="tokenizer-path") as caught:
         TextProcessor(str(tmp_path), None, 320)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_template_that_is_not_jinja_is_refused_at_start(make_text, tokenizer_dir, tmp_path):
+    with pytest.raises(ValueError, match=r"chat_template: line 2: "):
+        make_text(template="{{ messages }}\n{% for m in %}")
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% if %}")
+    with pytest.raises(ValueError, match=r"mine\.jinja: line 1: "):
+        TextProcessor(str(tokenizer_dir), str(file), 320)
+    file.write_text("{{ raise_exception('no') }}")  # a refusal of these messages is not a fault of the template
+    assert TextProcessor(str(tokenizer_dir), str(file), 320).has_chat_template
+
+
+def test_tokenizer_with_more_ids_than_the_model_is_refused_at_start(tokenizer_dir):
+    TextProcessor(str(tokenizer_dir), None, 259)
+    with pytest.raises(ValueError, match=r"tokenizer\.json: '<\|im_end\|>' has id 258, but vocab_size .* is 258"):
+        TextProcessor(str(tokenizer_dir), None, 258)
