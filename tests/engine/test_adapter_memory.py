@@ -225,7 +225,7 @@ def test_host_memory_bound(t1: Path, folders: dict[str, Path], sizes: dict[str, 
 
 def test_without_lora_there_is_no_arena(t1: Path) -> None:
     engine = TestEngine(t1, enable_lora=False)
-    assert [name for name, _ in engine.loop.runner.memory_table] == ["weights", "KV pool"]
+    assert not any(name.startswith("adapters") for name, _ in engine.loop.runner.memory_table)
     assert engine.loop.runner.adapters.capacity_bytes == 0
 
 
