@@ -1,15 +1,16 @@
 """Fault injection for tests: `LORAPLEX_TEST_<NAME>` variables, live only with `LORAPLEX_TEST_HOOKS=1`.
 
 They exist because cancellation, preemption, engine failure and hot-swap cannot be tested from outside without them.
-No request can set them. Requests are named by the server's own ids: 1 is the first one accepted. The size of the KV
-pool, its pages, chunks and adapter slots need no hook: they are flags.
+No request can set them. Requests are named by the server's own ids: 1 is the first one accepted.
 """
 
 import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+
+from loraplex.engine.config import Config
 
 PREFIX = "LORAPLEX_TEST_"
 
@@ -32,6 +33,26 @@ class Hooks:
     """LOAD_DELAY_MS=n: reading an adapter takes n ms longer."""
     detok_fail: int | None = None
     """DETOK_FAIL=req: the front's detokeniser raises for this request."""
+    kv_blocks: int | None = None
+    """KV_BLOCKS=n: pages of the KV pool, whatever the flags say. So do the next three."""
+    block_size: int | None = None
+    """BLOCK_SIZE=n: tokens of a page."""
+    chunk: int | None = None
+    """CHUNK=n: prompt tokens of a step."""
+    max_loras: int | None = None
+    """MAX_LORAS=n: adapters of a step."""
+
+    def resized(self, config: Config) -> Config:
+        """The settings with this test's sizes."""
+        cache, scheduler, lora = config.cache, config.scheduler, config.lora
+        page_size = self.block_size or cache.page_size
+        tokens = cache.max_total_tokens if self.kv_blocks is None else self.kv_blocks * page_size
+        return replace(
+            config,
+            cache=replace(cache, page_size=page_size, max_total_tokens=tokens),
+            scheduler=replace(scheduler, chunked_prefill_size=self.chunk or scheduler.chunked_prefill_size),
+            lora=replace(lora, max_loras_per_batch=self.max_loras or lora.max_loras_per_batch),
+        )
 
     def before_step(self, step: int, request_ids: list[int]) -> None:
         """Called before each forward with the step's number (1 is the first) and its requests."""
@@ -48,11 +69,11 @@ class Hooks:
                 raise RuntimeError(f"injected failure at step {step}")
 
 
-def read_hooks(environ: Mapping[str, str] = os.environ) -> Hooks:
-    """Hooks from the environment; all off, with one warning, unless LORAPLEX_TEST_HOOKS=1."""
+def read_hooks(environ: Mapping[str, str] = os.environ, *, warn: bool = True) -> Hooks:
+    """Hooks from the environment; all off, with a warning, unless LORAPLEX_TEST_HOOKS=1."""
     given = {k.removeprefix(PREFIX): v for k, v in environ.items() if k.startswith(PREFIX)}
     enabled = given.pop("HOOKS", "") == "1"
-    if given and not enabled:
+    if given and not enabled and warn:
         print(f"loraplex: {PREFIX}* variables are ignored without {PREFIX}HOOKS=1", file=sys.stderr)
     if not enabled:
         return Hooks()

@@ -115,7 +115,8 @@ class EngineLoop:
     @classmethod
     def start(cls, config: Config, followers: ranks.Followers, rendezvous: str, outbox: Sender) -> "EngineLoop":
         """Loads model and start-up adapters, sizes KV, runs the first forwards and reports Ready."""
-        hooks = read_hooks()
+        hooks = read_hooks(warn=False)
+        config = hooks.resized(config)
 
         def say(text: str) -> None:
             outbox.send(Progress(text=text))

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from loraplex.engine import ranks
 from loraplex.engine.config import Config
 from loraplex.engine.device import resolve_device
+from loraplex.engine.hooks import read_hooks
 from loraplex.engine.loop import EngineLoop
 from loraplex.engine.lora.errors import AdapterError
 from loraplex.engine.lora.loader import guarded, read
@@ -57,6 +58,7 @@ def _lead(config: Config, connection: Connection, followers: ranks.Followers, re
 
 
 def _follow(config: Config, rank: int, connection: Connection, rendezvous: str) -> None:
+    config = read_hooks(warn=False).resized(config)
     device = resolve_device(config.model.device, rank)
     parallel = init_parallel(rank, config.parallel.tp_size, rendezvous, device)
     runner = ModelRunner(config, parallel, device, say=lambda _: None)

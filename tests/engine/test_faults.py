@@ -23,6 +23,18 @@ def test_hooks_do_nothing_without_the_switch(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setenv("LORAPLEX_TEST_FAIL_STEP", "1")
     assert read_hooks() == Hooks()
     assert "LORAPLEX_TEST_HOOKS=1" in capsys.readouterr().err
+    assert read_hooks(warn=False) == Hooks()
+    assert not capsys.readouterr().err
+
+
+def test_sizes_by_hook(t1: Path, hook) -> None:
+    for name, value in (("KV_BLOCKS", "24"), ("BLOCK_SIZE", "4"), ("CHUNK", "7"), ("MAX_LORAS", "2")):
+        hook(name, value)
+    engine = TestEngine(t1)
+    limits = engine.loop.scheduler.limits
+    assert (limits.page_size, limits.chunk, limits.adapter_slots) == (4, 7, 2)
+    assert engine.loop.scheduler.pool.num_pages == 24
+    engine.generate([list(range(30))])
 
 
 def test_unknown_hook_is_an_error(hook) -> None:
