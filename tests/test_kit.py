@@ -69,6 +69,17 @@ def test_hand_merge_equals_peft_for_attention(t1: Path, t1_oracle: Oracle) -> No
     assert_logprobs_close(t1_oracle.logprobs(IDS, adapter), t1_oracle.peft_logprobs(IDS, adapter), tol=2e-5)
 
 
+@pytest.mark.parametrize(("tied", "tying"), [(False, False), (True, False), (True, True)])
+def test_hand_merge_equals_peft_for_the_embedding(tied: bool, tying: bool) -> None:
+    """PEFT leaves the head of a tied model as it is, unless told otherwise."""
+    model = make_t1(tie_word_embeddings=tied)
+    config = {"ensure_weight_tying": True, "rank_pattern": {}, "alpha_pattern": {}} if tying else {}
+    oracle, adapter = Oracle(model), make_adapter(model, "EMB", r=3, use_rslora=True, **config)
+    merged = oracle.logprobs(IDS, adapter)
+    assert_logprobs_close(merged, oracle.peft_logprobs(IDS, adapter), tol=2e-5)
+    assert (merged - oracle.logprobs(IDS)).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("kind", ["FUSED", "EXP"])
 def test_hand_merge_equals_peft_for_experts(t1: Path, t1_oracle: Oracle, kind: str) -> None:
     adapter = make_adapter(

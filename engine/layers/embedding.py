@@ -11,26 +11,37 @@ from loraplex.engine.layers.checkpoint import CheckpointTensor, plain
 from loraplex.engine.layers.linear import LoRAOp, Shard
 from loraplex.engine.parallel import Parallel
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
+from loraplex.kernels.lora.embedding import embedding_lora_add_
 from loraplex.kernels.lora.reference import lora_add_
 from loraplex.kernels.lora.weights import LoRAWeights
 
 
 class Embedding(nn.Module):
+    """ids [T] → x [T, D]. A site of LoRA whose input is the vocabulary: A [r, V] is split over the ranks, B whole."""
+
     def __init__(self, vocab_size: int, hidden: int, *, parallel: Parallel) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.hidden = hidden
         self.parallel = parallel
         self.rows = parallel.padded_slice(vocab_size)
-        self.weight = nn.Parameter(torch.empty(parallel.padded(vocab_size) // parallel.size, hidden))
+        self.num_rows = parallel.padded(vocab_size) // parallel.size
+        """Of this rank's weight; `rows` may be fewer, the rest is padding."""
+        self.weight = nn.Parameter(torch.empty(self.num_rows, hidden))
+        self.lora: LoRAWeights | None = None
 
-    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids_T: torch.Tensor, lora: LoRABatchInfo | None = None) -> torch.Tensor:
         if self.parallel.size == 1:
-            return F.embedding(ids_T, self.weight)
-        local_T = ids_T - self.rows.start
+            return self._rows_of(ids_T, lora)
         foreign_T = (ids_T < self.rows.start) | (ids_T >= self.rows.stop)
-        x_TD = F.embedding(local_T.masked_fill(foreign_T, 0), self.weight)
+        x_TD = self._rows_of((ids_T - self.rows.start).masked_fill(foreign_T, 0), lora)
         return self.parallel.all_reduce_(x_TD.masked_fill(foreign_T[:, None], 0))
+
+    def _rows_of(self, local_T: torch.Tensor, lora: LoRABatchInfo | None) -> torch.Tensor:
+        x_TD = F.embedding(local_T, self.weight)
+        if self.lora is not None and lora is not None:
+            embedding_lora_add_(x_TD, local_T, self.lora, lora)
+        return x_TD
 
     def fill_constants(self) -> None:
         """Zeroes the padding rows."""
@@ -43,7 +54,7 @@ class Embedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """hidden [N, D] → logits fp32 [N, V], complete on every rank. `tied` shares the embedding's weight.
+    """hidden [N, D] → logits fp32 [N, V], complete on every rank. `tied` shares the embedding's weight, not its LoRA.
 
     A site of LoRA like a column-parallel `Linear` of one part, with the same attributes.
     """

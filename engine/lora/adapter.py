@@ -15,7 +15,7 @@ class SiteShape(Protocol):
         """`model.layers.0.self_attn.q_proj`; routed experts of a layer: `model.layers.0.mlp.experts.gate_proj`."""
 
     @property
-    def kind(self) -> Literal["dense", "experts"]: ...
+    def kind(self) -> Literal["dense", "embedding", "experts"]: ...
 
     @property
     def in_features(self) -> int: ...
@@ -25,15 +25,16 @@ class SiteShape(Protocol):
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of the layer; without meaning for a dense site."""
+        """Routed experts of the layer; 0 or without meaning elsewhere."""
 
 
 @dataclass(frozen=True)
 class SiteDelta:
-    """W += scale · b @ a at one site of the whole model (not split over ranks)."""
+    """W += scale · b @ a at one site of the whole model (not split over ranks); of the embedding, Wᵀ."""
 
     a: torch.Tensor
-    """Dense [r, in]; experts [E or 1, r, in], where 1 is shared by all experts. Stored dtype (fp32, fp16, bf16)."""
+    """Dense [r, in], embedding [r, vocabulary]; experts [E or 1, r, in], where 1 is shared by all experts. Stored dtype
+    (fp32, fp16, bf16)."""
     b: torch.Tensor
     """Dense [out, r]; experts [E or 1, out, r]. Parts of one fused tensor share `a`'s memory."""
     scale: float

@@ -29,11 +29,13 @@ class BaseWeights:
         self._stack.close()
 
     def matrix(self, site: SiteShape, expert: int = 0) -> torch.Tensor:
-        """W [out, in] in fp32 of a dense site, or of one expert.
+        """W [out, in] in fp32 of a dense site, of the embedding (transposed), or of one expert.
 
         Experts are stored one by one, or fused as transformers 5 holds them: [E, 2I, H] (gate rows first), [E, H, I].
         """
         shape = (site.out_features, site.in_features)
+        if site.kind == "embedding":
+            return self.slice(EMBEDDING, shape[::-1])[:].float().T
         if site.kind == "dense":
             name = f"{site.path}.weight"
             if name == HEAD and name not in self._file_of:

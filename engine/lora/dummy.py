@@ -32,12 +32,15 @@ def dummy_adapter(
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> HostAdapter:
-    """An adapter with normal A and B (std 0.02) and scale 1 at every site, or at those of one kind.
+    """An adapter with normal A and B (std 0.02) and scale 1 at every site, at the routed experts, or at the others
+    (dense).
 
     All tensors are windows, at random offsets, of one random buffer twice as long as the largest: at 48 layers of 128
     experts and rank 16 that is 17 MB instead of 1.6 GB, and made in a moment. They must not be written to.
     """
-    chosen = {path: site for path, site in sites.items() if which in ("all", site.kind)}
+    chosen = {
+        path: site for path, site in sites.items() if which == "all" or (which == "experts") == (site.kind == "experts")
+    }
     shapes = {path: _shapes(site, rank) for path, site in chosen.items()}
     largest = max(torch.Size(shape).numel() for pair in shapes.values() for shape in pair)
     generator = torch.Generator().manual_seed(seed)

@@ -22,7 +22,7 @@ _ASK = "cannot be known from the adapter's files alone; give the model with --mo
 @dataclass(frozen=True)
 class InferredSite:
     path: str
-    kind: Literal["dense", "experts"]
+    kind: Literal["dense", "embedding", "experts"]
     in_features: int
     out_features: int
     num_experts: int = 0
@@ -35,6 +35,7 @@ class _Factors:
     a_name: str
     a: tuple[int, ...]
     b: tuple[int, ...]
+    is_embedding: bool
 
 
 @dataclass
@@ -91,18 +92,21 @@ def infer_sites(folder: Path) -> dict[str, InferredSite]:
 def _modules(folder: Path) -> Iterator[tuple[str, _Factors]]:
     """Modules with both factors, which must be matrices or stacks of them."""
     names: dict[str, dict[str, str]] = {}
+    embeddings: set[str] = set()
     with open_tensors(folder) as file:
         for name, entry in file.entries.items():
             if parsed := parse_name(name):
                 if len(entry.shape) not in (2, 3) or 0 in entry.shape:
                     raise AdapterError(f"tensor {name!r} is {list(entry.shape)}, which is no LoRA factor")
                 names.setdefault(parsed.module, {})[parsed.factor] = name
+                if parsed.is_embedding:
+                    embeddings.add(parsed.module)
         for module, found in names.items():
             if len(found) == 2:
                 a, b = (file.entries[found[factor]].shape for factor in "AB")
                 if len(a) != len(b):
                     raise AdapterError(f"tensor {found['A']!r} is {list(a)} but its lora_B is {list(b)}")
-                yield module, _Factors(found["A"], a, b)
+                yield module, _Factors(found["A"], a, b, module in embeddings)
 
 
 def _matrix_widths(f: _Factors) -> tuple[int, int]:
@@ -119,7 +123,7 @@ def _dense_sites(module: str, f: _Factors) -> Iterator[InferredSite]:
     elif last in PARTS and f.a[0] != f.b[1]:
         raise AdapterError(f"tensor {f.a_name!r}: how its rows and those of lora_B belong to {PARTS[last]} {_ASK}")
     else:
-        yield InferredSite(module, "dense", d_in, d_out)
+        yield InferredSite(module, "embedding" if f.is_embedding else "dense", d_in, d_out)
 
 
 def _fill_from_parameters(parent: str, group: _ExpertGroup, config: AdapterConfig) -> int:

@@ -17,7 +17,8 @@ import torch
 from safetensors import safe_open
 
 Delta = tuple[str, torch.Tensor]
-"""Name of a weight (`….q_proj.weight`, `….experts.3.up_proj.weight`) and its ΔW [out, in], fp32."""
+"""Name of a weight (`….q_proj.weight`, `….experts.3.up_proj.weight`) and its ΔW [out, in], fp32; of the embedding
+[V, H]."""
 
 _SPELLINGS = (
     (r"^(base_model\.model\.)+", ""),
@@ -25,6 +26,7 @@ _SPELLINGS = (
     (r"\.default$", ""),
     (r"^(model\.)?language_model\.", r"\1"),
     (r"^(model\.)?unembed_tokens\.lora", "lm_head.lora"),
+    (r"\.lora_embedding_", ".lora_"),
     (r"\.w1\.lora", ".gate_proj.lora"),
     (r"\.w3\.lora", ".up_proj.lora"),
     (r"\.w2\.lora", ".down_proj.lora"),
@@ -74,6 +76,8 @@ class AdapterMerge:
         parent, _, last = module.rpartition(".")
         if module.endswith((".experts", ".experts.base_layer")):
             yield from self._flattened(module, a, b)
+        elif last == "embed_tokens":  # its weight has a row for each token: [vocabulary, hidden]
+            yield f"{module}.weight", self._scale(module, b.shape[1]) * (b @ a).T
         elif a.dim() == 3:
             scale = self._scale(module, b.shape[2])
             for e in range(self._num_experts(parent)):

@@ -8,7 +8,7 @@ from loraplex.engine.lora.adapter_config import CONFIG_FILE, AdapterConfig
 from loraplex.engine.lora.errors import AdapterError
 from loraplex.engine.lora.fused_experts import PARAMETERS, ParameterFit, Role, choose_role, fit_shapes
 from loraplex.engine.lora.tensor_file import TENSOR_FILE, Entry
-from loraplex.engine.lora.tensor_names import Place, find_place, is_head_copy, parse_name, refuse_known
+from loraplex.engine.lora.tensor_names import Place, copied_site, find_place, parse_name, refuse_known
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Pair:
             return "fused experts" if self.role == "natural" else "fused experts (exchanged)"
         if self.place.form == "stack":
             return "stacked experts (shared outer)" if self.is_shared else "stacked experts"
-        return {"dense": "dense", "expert": "per-expert"}[self.place.form]
+        return "per-expert" if self.place.form == "expert" else self.place.form
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,15 @@ def match_names(entries: Mapping[str, Entry], sites: Mapping[str, SiteShape], *,
     factors: dict[str, dict[str, str]] = {}
     ignored, notes = [], []
     for name, entry in entries.items():
-        if is_head_copy(name) and (head := sites.get("lm_head")) is not None:
-            _check_head_copy(name, entry, head)
-            notes.append(f"tensor {name!r} is the base model's own head, saved by PEFT; it is not used")
+        if site := copied_site(name, sites):
+            _check_copy(name, entry, site)
+            what = "embedding" if site.kind == "embedding" else "head"
+            notes.append(f"tensor {name!r} is the base model's own {what}, saved by PEFT; it is not used")
             continue
         refuse_known(name)
         parsed = parse_name(name)
         place = find_place(parsed.module, sites) if parsed else None
-        if parsed is None or place is None or (parsed.is_bare and place.form != "stack"):
+        if parsed is None or place is None or not parsed.fits(place):
             ignored.append(name)
             continue
         of_module = factors.setdefault(parsed.module, {})
@@ -126,12 +127,14 @@ def _both(found: Mapping[str, str]) -> tuple[str, str]:
     return found["A"], found["B"]
 
 
-def _check_head_copy(name: str, entry: Entry, head: SiteShape) -> None:
-    expected = (head.out_features, head.in_features)
+def _check_copy(name: str, entry: Entry, site: SiteShape) -> None:
+    """The weight of the embedding is [vocabulary, hidden], as that of the head."""
+    is_embedding = site.kind == "embedding"
+    expected = (site.in_features, site.out_features) if is_embedding else (site.out_features, site.in_features)
     if entry.shape != expected:
         raise AdapterError(
-            f"tensor {name!r} is {list(entry.shape)} but the model's head is {list(expected)}: adapters that change "
-            "the vocabulary are not supported"
+            f"tensor {name!r} is {list(entry.shape)} but the model's is {list(expected)}: adapters that change the "
+            "vocabulary are not supported"
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from loraplex.engine.layers.embedding import Embedding
 from loraplex.engine.layers.experts import Experts
 from loraplex.engine.layers.linear import LoRAOp
 from loraplex.engine.lora.adapter import HostAdapter
@@ -52,7 +53,7 @@ class AdapterPool:
             module.lora = weights
             if isinstance(module, Experts):
                 module.lora_op = self._expert_op
-            else:
+            elif not isinstance(module, Embedding):
                 module.lora_op = self._dense_op
 
     @property

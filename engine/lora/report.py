@@ -145,7 +145,7 @@ def _relative_norm(
 
 
 def _experts_touched(deltas: Sequence[SiteDelta], sites: Sequence[SiteShape]) -> int | None:
-    if sites[0].kind == "dense":
+    if sites[0].kind != "experts":
         return None
     touched = torch.zeros(sites[0].num_experts, dtype=torch.bool)
     for d in deltas:

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from loraplex.engine.layers.embedding import LMHead
+from loraplex.engine.layers.embedding import Embedding
 from loraplex.engine.layers.experts import Experts
-from loraplex.engine.layers.linear import Linear
-from loraplex.engine.models.sites import Site
+from loraplex.engine.models.sites import Adapted, Site
 from loraplex.kernels.lora.weights import LoRAWeights
 
 
@@ -37,8 +36,8 @@ class AdapterTables:
         self._places = _Table(np.zeros((*shape, 4), dtype=np.int64), arena.device)
         self._ranks = _Table(np.zeros(shape, dtype=np.int32), arena.device)
         self._scales = _Table(np.zeros(shape, dtype=np.float32), arena.device)
-        self.layers: dict[Linear | LMHead | Experts, LoRAWeights] = {}
-        columns: dict[Linear | LMHead | Experts, list[int]] = {}
+        self.layers: dict[Adapted, LoRAWeights] = {}
+        columns: dict[Adapted, list[int]] = {}
         for i, site in enumerate(sites.values()):
             columns.setdefault(site.module, []).append(i)
         for module, own in columns.items():
@@ -55,7 +54,7 @@ class AdapterTables:
         """Rank 0 everywhere: nothing else of the row is read then."""
         self._ranks.write(row, np.zeros_like(self._ranks.host[row]))
 
-    def _weights(self, module: Linear | LMHead | Experts, columns: slice) -> LoRAWeights:
+    def _weights(self, module: Adapted, columns: slice) -> LoRAWeights:
         in_features, slices = _widths(module)
         return LoRAWeights(
             arena=self._arena,
@@ -71,10 +70,12 @@ class AdapterTables:
         )
 
 
-def _widths(module: Linear | LMHead | Experts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _widths(module: Adapted) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Input and output width of each part on this rank."""
     if isinstance(module, Experts):
         hidden, local = module.hidden, module.local
         return (hidden, hidden, local), (local, local, hidden)
+    if isinstance(module, Embedding):
+        return (module.num_rows,), (module.hidden,)
     width = module.in_range.stop - module.in_range.start
     return (width,) * len(module.slices), module.slices

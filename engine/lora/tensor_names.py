@@ -1,6 +1,7 @@
 """The grammar of tensor names, against the model's site tree. What the grammar does not know has no place.
 
 name      = {"base_model.model."} module ".lora_" ("A" | "B") [".default"] [".weight"]    prefix 0, 1 or 2 times
+          | {"base_model.model."} embedding ".lora_embedding_" ("A" | "B") [".default"]
 module    = dense site | parts | expert | stack | parameter
 parts     = dense parent ".qkv_proj" | ".gate_up_proj" | …              B's rows are split among the sites
 expert    = experts parent "." number "." projection                    one expert of an experts site
@@ -19,8 +20,10 @@ from loraplex.engine.lora.adapter import SiteShape
 from loraplex.engine.lora.errors import AdapterError
 
 _NAME = re.compile(
-    r"(?:base_model\.model\.){0,2}(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?(?P<weight>\.weight)?"
+    r"(?:base_model\.model\.){0,2}(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?:\.default)?"
+    r"(?P<weight>\.weight)?"
 )
+_COPY = re.compile(r"(?:base_model\.model\.){0,2}(?P<module>.+)\.base_layer\.weight")
 _EXPERT = re.compile(r"(?P<parent>.+)\.(?P<index>0|[1-9][0-9]{0,5})\.(?P<projection>[a-z0-9_]+)")
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -32,9 +35,8 @@ MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 _REASONS = (
     (r"\.lora_magnitude_vector", "DoRA (lora_magnitude_vector) is not supported"),
-    (r"\.lora_embedding_[AB]$", "LoRA on embeddings (embed_tokens) is not supported"),
-    (r"\.embed_tokens\.", "adapted embeddings (embed_tokens) are not supported"),
     (r"\.token_adapter\.", "trained token embeddings (trainable_token_indices) are not supported"),
+    (r"\.embed_tokens\.(?!lora_embedding_)", "of embed_tokens only lora_embedding_A and _B are supported"),
     (r"\.lora_B(\.default)?\.bias$", "a bias in lora_B (lora_bias) is not supported"),
     (r"\.bias$", "trained biases (bias) are not supported"),
     (r"^(?!.*\.lora_).*\.weight$", "replaced whole weights (modules_to_save) are not supported"),
@@ -46,10 +48,10 @@ _REASONS_COMPILED = tuple((re.compile(pattern), reason) for pattern, reason in _
 class Place:
     """Where the pair of one module belongs."""
 
-    form: Literal["dense", "expert", "stack", "parameter"]
+    form: Literal["dense", "embedding", "expert", "stack", "parameter"]
     sites: tuple[SiteShape, ...]
-    """dense and stack: the site, or the parts of a fused projection in row order. expert: the experts site. parameter:
-    gate, up and down of the layer; shapes tell which of them the tensors are for."""
+    """dense, embedding and stack: the site, or the parts of a fused projection in row order. expert: the experts site.
+    parameter: gate, up and down of the layer; shapes tell which of them the tensors are for."""
     expert: int = 0
     is_base_layer: bool = False
 
@@ -60,13 +62,23 @@ class ParsedName:
     """The name that PEFT's patterns match."""
     factor: Literal["A", "B"]
     is_bare: bool
-    """Without `.weight`, as 3-D tensors may be called."""
+    """Without `.weight`, as 3-D tensors may be called and those of an embedding are."""
+    is_embedding: bool
+
+    def fits(self, place: Place) -> bool:
+        """Whether a tensor in this place may be called so."""
+        if self.is_embedding or place.form == "embedding":
+            return self.is_embedding and self.is_bare and place.form == "embedding"
+        return not self.is_bare or place.form == "stack"
 
 
 def parse_name(name: str) -> ParsedName | None:
     """None for a name outside the grammar."""
     match = _NAME.fullmatch(name)
-    return ParsedName(match["module"], "A" if match["factor"] == "A" else "B", not match["weight"]) if match else None
+    if match is None:
+        return None
+    factor: Literal["A", "B"] = "A" if match["factor"] == "A" else "B"
+    return ParsedName(match["module"], factor, not match["weight"], bool(match["embedding"]))
 
 
 @dataclass(frozen=True)
@@ -82,9 +94,12 @@ def split_expert(module: str) -> ExpertName | None:
     return ExpertName(match["parent"], int(match["index"]), match["projection"]) if match else None
 
 
-def is_head_copy(name: str) -> bool:
-    """PEFT saves the whole base head beside a LoRA on lm_head."""
-    return bool(re.fullmatch(r"(base_model\.model\.){0,2}lm_head\.base_layer\.weight", name))
+def copied_site(name: str, sites: Mapping[str, SiteShape]) -> SiteShape | None:
+    """The head or the embedding when `name` is its base weight, which PEFT saves beside a LoRA on it."""
+    match = _COPY.fullmatch(name)
+    place = find_place(match["module"], sites) if match else None
+    site = place.sites[0] if place else None
+    return site if site and (site.path == "lm_head" or site.kind == "embedding") else None
 
 
 def find_place(module: str, sites: Mapping[str, SiteShape]) -> Place | None:
@@ -114,7 +129,7 @@ def _place_as_spelt(module: str, sites: Mapping[str, SiteShape]) -> Place | None
     parent, _, last = module.rpartition(".")
     site = sites.get(module) or sites.get(f"{parent}.{MIXTRAL.get(last, last)}")
     if site is not None and (site.path == module or site.kind == "experts"):
-        return Place("dense" if site.kind == "dense" else "stack", (site,))
+        return Place("stack" if site.kind == "experts" else site.kind, (site,))
     if parts := _all_sites(parent, PARTS.get(last, ()), sites, "dense"):
         return Place("dense", parts)
     if parts := _all_sites(parent, PARTS.get(last, ()), sites, "experts"):

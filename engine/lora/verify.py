@@ -18,9 +18,6 @@ from loraplex.engine.config import LoRAConfig
 from loraplex.engine.device import resolve_device
 from loraplex.engine.inputs import build_inputs
 from loraplex.engine.layers.checkpoint import CheckpointTensor, HasConstants, TensorOwner
-from loraplex.engine.layers.embedding import LMHead
-from loraplex.engine.layers.experts import Experts
-from loraplex.engine.layers.linear import Linear
 from loraplex.engine.lora.adapter import HostAdapter
 from loraplex.engine.lora.backend import make_backend
 from loraplex.engine.lora.base_weights import BaseWeights
@@ -32,7 +29,7 @@ from loraplex.engine.lora.report import ANY_RANK
 from loraplex.engine.model_config import read_model_spec
 from loraplex.engine.models import build_model
 from loraplex.engine.models.decoder import CausalLM
-from loraplex.engine.models.sites import lora_sites
+from loraplex.engine.models.sites import Adapted, lora_sites
 from loraplex.engine.parallel import Parallel
 from loraplex.engine.weights import owned_tensors
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
@@ -40,11 +37,12 @@ from loraplex.kernels.lora.experts import expert_lora_op
 
 META = torch.device("meta")
 _SMALL_EFFECT = 0.01
+_EMBEDDING = "model.embed_tokens"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One layer, or `lm_head`, or `log-probabilities` at the end."""
+    """The embedding, one layer, `lm_head`, or `log-probabilities` at the end."""
 
     name: str
     difference: float
@@ -88,9 +86,14 @@ class _Run:
 
     def compare(self) -> Iterator[Comparison]:
         decoder = self.model.model
-        self._materialise(decoder.embed_tokens, "model.embed_tokens")
+        self._materialise(decoder.embed_tokens, _EMBEDDING)
         self._materialise(decoder.rotary, "model.rotary")
-        merged_TD = ours_TD = decoder.embed_tokens(self.ids_T)
+        base_TD = merged_TD = decoder.embed_tokens(self.ids_T)
+        with _Served(decoder.embed_tokens, _EMBEDDING, self.adapter, len(self.ids_T), self.device) as lora:
+            ours_TD = decoder.embed_tokens(self.ids_T, lora)
+        for _, delta_VD in self.merge.deltas(_EMBEDDING):  # not into the weight, which may be the head's as well
+            merged_TD = merged_TD + delta_VD.to(self.device)[self.ids_T]
+        yield _comparison(_EMBEDDING, ours_TD, merged_TD, base_TD)
         if not self.model.lm_head.tied:
             decoder.embed_tokens.to(META)
         cos_sin = decoder.rotary(self._context(None).positions_T)
@@ -176,7 +179,10 @@ class _Served:
     """
 
     def __init__(self, module: nn.Module, path: str, adapter: HostAdapter, tokens: int, device: torch.device) -> None:
-        inside = {p.removeprefix(f"{path}."): d for p, d in adapter.sites.items() if f"{p}.".startswith(f"{path}.")}
+        prefix = f"{path}."
+        inside = {p.removeprefix(prefix): d for p, d in adapter.sites.items() if p.startswith(prefix)}
+        if path in adapter.sites:  # the module is a site itself, which the pool knows by its own name
+            inside = {path.rpartition(".")[2]: adapter.sites[path]}
         self._module = module
         self.batch: LoRABatchInfo | None = None
         if inside:
@@ -197,7 +203,7 @@ class _Served:
         if self.batch is not None:
             self._pool.drop(0)
         for layer in self._module.modules():
-            if isinstance(layer, Linear | LMHead | Experts):
+            if isinstance(layer, Adapted):
                 layer.lora = None
 
 

@@ -37,7 +37,7 @@ class Decoder(nn.Module):
         self.rotary = Rotary(spec.rope)
 
     def forward(self, ids_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        x_TD = self.embed_tokens(ids_T)
+        x_TD = self.embed_tokens(ids_T, ctx.lora)
         cos_sin = self.rotary(ctx.positions_T)
         for layer in self.layers:
             x_TD = layer(x_TD, cos_sin, ctx)

@@ -29,7 +29,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class LoRAWeights:
-    """All resident adapters at one `Linear`, `LMHead` or `Experts`."""
+    """All resident adapters at one `Linear`, `LMHead`, `Embedding` or `Experts`."""
 
     arena: torch.Tensor
     """[capacity], the model's dtype."""
@@ -47,7 +47,7 @@ class LoRAWeights:
     host_ranks: np.ndarray
     host_scales: np.ndarray
     in_features: tuple[int, ...]
-    """[C] on this rank."""
+    """[C] on this rank; the part of the vocabulary, padded, for an `Embedding`."""
     slices: tuple[int, ...]
     """[C] output widths on this rank."""
     num_experts: int = 1

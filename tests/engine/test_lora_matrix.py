@@ -14,7 +14,7 @@ from kit.oracle import Oracle
 
 TOL = 1e-4
 RANKS = (1, 3, 4, 8, 16, 33, 64)
-KINDS = ("A1", "ATT", "EXP", "FUSED", "STACK", "OUTER", "MIXTRAL", "GATE_UP", "ROUTER", "ALL")
+KINDS = ("A1", "ATT", "EXP", "FUSED", "STACK", "OUTER", "MIXTRAL", "GATE_UP", "ROUTER", "ALL", "EMB")
 BACKENDS = ("torch", "csgmv", "triton")
 PROMPT = [(7 * i * i + 3) % 256 for i in range(21)]
 

@@ -12,6 +12,8 @@ from kit.engine import TestEngine
 from kit.oracle import Oracle
 
 TOL = 1e-4
+TYING = {"ensure_weight_tying": True, "rank_pattern": {}, "alpha_pattern": {}}
+"""An adapter of the head too, by the embedding's own matrices; PEFT does not carry patterns over."""
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -271,3 +273,18 @@ def test_seeded_request_is_the_same_alone_and_in_any_company(t1: Path) -> None:
         assert all(engine.tokens(o) for o in others)
     unseeded = {tuple(engine.generate([prompt], temperature=1.0, max_tokens=8)[0]) for _ in range(6)}
     assert len(unseeded) >= 2
+
+
+@pytest.mark.parametrize(("tied", "config"), [(False, {}), (True, {}), (True, TYING)])
+def test_embedding_adapter_of_peft(tied: bool, config: dict[str, object]) -> None:
+    """Beside base and another adapter. The head of a tied model is adapted by tensors of its own, or not at all."""
+    model = models.make_t1(tie_word_embeddings=tied)
+    oracle = Oracle(model)
+    adapters = {"emb": make_adapter(model, "EMB", r=3, std=0.2, **config), "att": make_adapter(model, "ATT")}
+    engine = TestEngine(model, adapters, chunked_prefill_size=7)
+    prompt = prompt_of(19, 3)
+    options = {"logprobs": 3, "prompt_logprobs": 2, "max_tokens": 4, "ignore_eos": True}
+    ids = {name: engine.submit(prompt, name, **options) for name in (None, "emb", "att")}
+    engine.run()
+    for name, id in ids.items():
+        assert_matches(engine, id, oracle, prompt, adapters.get(name or ""))

@@ -54,11 +54,11 @@ def make_adapter(
     """Folder of a random adapter for the checkpoint.
 
     kind: A1 (q, v, o + fused experts, rank_pattern, alpha_pattern, rslora; by PEFT), ATT (q, k, v, o; by
-    PEFT), EXP (routed experts, per-expert 2-D keys), FUSED (routed experts as target_parameters), MIXTRAL
-    (EXP under Mixtral's names), STACK (routed experts, 3-D), OUTER (3-D under w names without `.weight`, A of
-    gate and up and B of down shared by all experts), GATE_UP (3-D, gate and up fused, A's on top of each
-    other), ROUTER (mlp.gate), SHARED (q + the shared expert of qwen2_moe), MLP (dense gate, up, down), ALL
-    (attention + router + EXP).
+    PEFT), EMB (embedding and q, patterns for the embedding; by PEFT), EXP (routed experts, per-expert 2-D
+    keys), FUSED (routed experts as target_parameters), MIXTRAL (EXP under Mixtral's names), STACK (routed
+    experts, 3-D), OUTER (3-D under w names without `.weight`, A of gate and up and B of down shared by all
+    experts), GATE_UP (3-D, gate and up fused, A's on top of each other), ROUTER (mlp.gate), SHARED (q + the shared
+    expert of qwen2_moe), MLP (dense gate, up, down), ALL (attention + router + EXP).
     layers and experts restrict the hand-written kinds. config: fields written over adapter_config.json's.
     """
     layers, experts = _listed(layers), _listed(experts)
@@ -226,6 +226,12 @@ def fused_pair(module: str, a: Tensor, b: Tensor, *, exchanged: bool = False) ->
     return pair(module, a.reshape(num_experts * rank, -1), b.permute(1, 2, 0).reshape(b.shape[1], rank * num_experts))
 
 
+def embedding_pair(a: Tensor, b: Tensor) -> dict[str, Tensor]:
+    """A [r, V], B [H, r] of the embedding, as PEFT names them."""
+    name = f"{PREFIX}model.embed_tokens.lora_embedding_"
+    return {f"{name}A": a, f"{name}B": b}
+
+
 def pair(module: str, a: Tensor, b: Tensor, prefix: str = PREFIX) -> dict[str, Tensor]:
     return {f"{prefix}{module}.lora_A.weight": a, f"{prefix}{module}.lora_B.weight": b}
 
@@ -289,6 +295,11 @@ def _a1_config(r: int) -> dict[str, Any]:
 _PEFT_KINDS = {
     "A1": _a1_config,
     "ATT": lambda r: {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+    "EMB": lambda r: {
+        "target_modules": ["embed_tokens", "q_proj"],
+        "rank_pattern": {"embed_tokens": r + 1},
+        "alpha_pattern": {"embed_tokens": 24},
+    },
 }
 
 

@@ -50,6 +50,10 @@ def weight_deltas(
     }
     deltas: dict[str, Tensor] = {}
     for name, a in tensors.items():
+        if name.endswith(".lora_embedding_A"):
+            module, b = _PREFIX.sub("", name).removesuffix(".lora_embedding_A"), tensors[name[:-1] + "B"].float()
+            deltas[f"{module}.weight"] = scale(config, module, a.shape[0]) * (b @ a.float()).T
+            continue
         if not name.removesuffix(".weight").endswith(".lora_A"):
             continue
         a, b = a.float(), tensors[name.replace(".lora_A", ".lora_B")].float()

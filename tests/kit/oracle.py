@@ -62,10 +62,18 @@ class Oracle:
 
     def _merge(self, adapter_dir: Path) -> Any:
         merged = copy.deepcopy(self.base)
+        deltas = weight_deltas(adapter_dir, **moe_sizes(self.model_dir))
+        if "model.embed_tokens.weight" in deltas:
+            untie(merged)
         parameters = dict(merged.named_parameters())
-        for name, delta in weight_deltas(adapter_dir, **moe_sizes(self.model_dir)).items():
+        for name, delta in deltas.items():
             parameters[name].data += delta
         return merged
+
+
+def untie(model: Any) -> None:
+    """Gives the head a weight of its own: PEFT adapts the embedding of a tied model alone."""
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
 
 
 def moe_sizes(model_dir: Path) -> dict[str, int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Site:
     path: str
-    kind: Literal["dense", "experts"]
+    kind: Literal["dense", "embedding", "experts"]
     in_features: int
     out_features: int
     num_experts: int = 0
@@ -32,6 +32,8 @@ def make_sites(model_dir: Path) -> dict[str, Site]:
         for prefix in prefixes:
             kind: Literal["dense", "experts"] = "experts" if experts else "dense"
             sites.append(Site(prefix + name, kind, d_in, d_out, num_experts if experts else 0))
+    vocab_size, hidden = site_shapes(model_dir)["lm_head"]
+    sites.append(Site("model.embed_tokens", "embedding", vocab_size, hidden))
     return {site.path: site for site in sites}
 
 
@@ -43,7 +45,7 @@ def merged_deltas(sites: Mapping[str, Any]) -> dict[str, Tensor]:
         delta = d.scale * (d.b.float() @ d.a.float())
         parent, _, projection = path.rpartition(".")
         if not parent.endswith(".experts"):
-            deltas[f"{path}.weight"] = delta
+            deltas[f"{path}.weight"] = delta.T if projection == "embed_tokens" else delta
         elif projection == "down_proj":
             deltas[path] = delta
         else:

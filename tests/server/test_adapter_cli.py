@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from kit.adapters import (
     block_gate_up,
+    embedding_pair,
     fused_pair,
     fused_tensors,
     make_adapter,
@@ -28,9 +30,10 @@ from torch import Tensor
 from loraplex.server.cli import main
 
 EXPERTS = ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
+EMBEDDING_COPY = "base_model.model.model.embed_tokens.base_layer.weight"
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-KINDS = ("A1", "ATT", "EXP", "FUSED", "MIXTRAL", "STACK", "OUTER", "GATE_UP", "ROUTER", "ALL")
-WITH_EXPERTS = tuple(kind for kind in KINDS if kind not in ("ATT", "ROUTER"))
+KINDS = ("A1", "ATT", "EXP", "FUSED", "MIXTRAL", "STACK", "OUTER", "GATE_UP", "ROUTER", "ALL", "EMB")
+WITH_EXPERTS = tuple(kind for kind in KINDS if kind not in ("ATT", "ROUTER", "EMB"))
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> str:
@@ -92,7 +95,7 @@ def test_relative_norms(capsys: pytest.CaptureFixture[str], kind: str, fused: bo
         delta, whole = (torch.stack([source[n] for n in found])[..., rows, :] for source in (changes, base))
         assert module["relative_norm"] == pytest.approx(float(delta.norm() / whole.norm()), rel=1e-5), name
         assert module["coverage"] == 1
-        assert module["layers"] == [0, 1]
+        assert module["layers"] == ([] if name == "model.embed_tokens" else [0, 1])
 
 
 def test_what_a_report_says(t1: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,14 +111,14 @@ def test_what_a_report_says(t1: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert (up["module"], up["experts"], up["coverage"]) == ("experts.up_proj", 3, pytest.approx(2 / 3))
     assert (head["module"], head["layers"], head["rank"], head["scale"]) == ("lm_head", [], [2, 2], [4, 4])
     assert (report["rank"], report["scale"], report["num_experts"]) == ([2, 4], [0.5, 4], 8)
-    assert report["coverage"] == pytest.approx(5 / (3 * 8 + 1))
+    assert report["coverage"] == pytest.approx(5 / (3 * 8 + 2))
     elements = 2 * 4 * (64 + 64) + 2 * 8 * 4 * (64 + 32) + 2 * (64 + 320)
     assert (report["host_bytes"], report["device_bytes"]) == (2 * elements, 4 * elements)
     assert report["disk_bytes"] == sum(f.stat().st_size for f in tmp_path.iterdir())
     assert sorted(report["ignored"]) == sorted(n for n in tensors if "layers.9" in n)
     assert "made_by" in report["notes"][0]
     text = run(capsys, "inspect", folder, "--model", t1)
-    for word in ("0,2", "3/8", "67%", "layers.9", "--no-lora-strict-loading", "note: ", "20% of the model's sites"):
+    for word in ("0,2", "3/8", "67%", "layers.9", "--no-lora-strict-loading", "note: ", "19% of the model's sites"):
         assert word in text
 
 
@@ -309,7 +312,11 @@ def test_missing_projections(
 
 
 def test_what_is_no_expert_stays(t1: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = make_adapter(t1, "ALL", r=3, dtype="bfloat16", target_modules=["q_proj", "gate_proj"])
+    made = make_adapter(t1, "ALL", r=3, dtype="bfloat16", target_modules=["q_proj", "gate_proj"])
+    embedding = embedding_pair(torch.randn(4, 320), torch.randn(64, 4)) | {EMBEDDING_COPY: torch.randn(320, 64)}
+    source = shutil.copytree(made, tmp_path / "source")
+    tensors = load_file(made / "adapter_model.safetensors") | {n: t.bfloat16() for n, t in embedding.items()}
+    save_file(tensors, source / "adapter_model.safetensors")
     run(capsys, "convert", source, tmp_path / "fused", "--layout", "fused")
     old, new = (load_file(folder / "adapter_model.safetensors") for folder in (source, tmp_path / "fused"))
     assert {t.dtype for t in new.values()} == {torch.bfloat16}
@@ -317,7 +324,7 @@ def test_what_is_no_expert_stays(t1: Path, tmp_path: Path, capsys: pytest.Captur
     assert all(torch.equal(old[name], new[name]) for name in dense)
     assert len(new) == len(dense) + 3 * 4
     config = json.loads((tmp_path / "fused" / "adapter_config.json").read_text())
-    assert config["target_modules"] == ["gate", "k_proj", "o_proj", "q_proj", "v_proj"]
+    assert config["target_modules"] == ["embed_tokens", "gate", "k_proj", "o_proj", "q_proj", "v_proj"]
 
 
 def test_old_eras_and_packers_become_what_peft_writes_now(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.adapters import make_adapter, pair, write_adapter
+from kit.adapters import embedding_pair, make_adapter, pair, write_adapter
 from kit.models import make_t1
 
 from loraplex.engine.lora import verify
@@ -28,15 +28,16 @@ def test_every_layout_agrees_with_its_merge(kind: str, num_experts: int, capsys:
     model = make_t1(num_experts=num_experts)
     folder = make_adapter(model, kind, r=3, std=0.15)
     rows = list(verify.verify_adapter(folder, model, device=DEVICE, tokens=37, b_layout="rank-major"))
-    assert [row.name for row in rows] == [*(f"model.layers.{i}" for i in range(3)), "lm_head", "log-probabilities"]
+    layers = [f"model.layers.{i}" for i in range(3)]
+    assert [row.name for row in rows] == ["model.embed_tokens", *layers, "lm_head", "log-probabilities"]
     for row in rows:
         assert row.difference <= 1e-5 * row.size
-        assert (row.effect > 0) == (row.name != "lm_head") or row.name == "log-probabilities"
+        assert (row.effect > 0) == (row.name in layers) or row.name == "log-probabilities"
     capsys.readouterr()
     assert run(model, folder) == 0
     out, err = capsys.readouterr()
     assert "MISMATCH" not in out + err
-    assert len(out.splitlines()) == 7
+    assert len(out.splitlines()) == 8
 
 
 @pytest.mark.parametrize(
@@ -49,17 +50,18 @@ def test_every_layout_agrees_with_its_merge(kind: str, num_experts: int, capsys:
         ("llama", {"attention_bias": True}),
     ],
 )
-def test_other_checkpoints_and_the_head(tmp_path: Path, arch: str, options: dict[str, Any]) -> None:
+def test_other_checkpoints_embedding_and_head(tmp_path: Path, arch: str, options: dict[str, Any]) -> None:
     model = make_t1(arch, **options)
     tensors = pair("lm_head", torch.randn(2, 64) * 0.1, torch.randn(320, 2) * 0.1)
     tensors |= pair("model.layers.1.self_attn.v_proj", torch.randn(2, 64), torch.randn(32, 2))
+    tensors |= embedding_pair(torch.randn(3, 320) * 0.3, torch.randn(64, 3))
     rows = list(
         verify.verify_adapter(write_adapter(tmp_path, tensors), model, device=DEVICE, tokens=5, b_layout="rank-major")
     )
     assert all(row.within(1e-3) for row in rows)
     effects = {row.name: row.effect for row in rows}
     assert effects["model.layers.0"] == effects["model.layers.2"] == 0
-    assert min(effects["model.layers.1"], effects["lm_head"]) > 0.1
+    assert min(effects["model.layers.1"], effects["lm_head"], effects["model.embed_tokens"]) > 0.1
 
 
 def twice_the_scale(d: SiteDelta) -> SiteDelta:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from kit.adapters import make_a, make_adapter
 
+from loraplex.engine.layers.embedding import Embedding
 from loraplex.engine.layers.experts import Experts
 from loraplex.engine.lora.adapter import HostAdapter, SiteDelta
 from loraplex.engine.lora.arena import ALIGN, Arena
@@ -46,8 +47,8 @@ def assert_seen(pool: AdapterPool, row: int, adapter: HostAdapter | None, dtype=
     """Row `row` of every layer holds `adapter`, on the host's tables and on the device's; None: nothing."""
     for path, site in pool.sites.items():
         module = site.module
-        names = ["gate_proj", "up_proj", "down_proj"] if isinstance(module, Experts) else list(module.parts)
-        part = names.index(site.part)
+        names = ["gate_proj", "up_proj", "down_proj"] if isinstance(module, Experts) else [site.part]
+        part = (names if isinstance(module, Experts | Embedding) else list(module.parts)).index(site.part)
         weights = module.lora
         assert weights is not None
         seen = weights.part(row, part)
@@ -74,7 +75,7 @@ def test_layers_see_the_values_of_the_files(t1: Path, parallel: Parallel, dtype:
     pool = make_pool(t1, parallel=parallel, dtype=dtype)
     folders = [make_a(1, t1), make_a(3, t1), make_adapter(t1, "ALL", r=5), make_adapter(t1, "FUSED", r=2)]
     adapters = [read_adapter(f, pool.sites, max_rank=64) for f in folders]
-    adapters.append(dummy_adapter(pool.sites, 3, dtype=torch.float32))  # lm_head as well
+    adapters.append(dummy_adapter(pool.sites, 3, dtype=torch.float32))  # lm_head and embed_tokens as well
     for row, adapter in enumerate(adapters):
         pool.store(row, pool.pack(adapter))
         pool.place(row, row + 1)

@@ -9,6 +9,7 @@ import torch
 from kit.adapters import (
     Factors,
     block_gate_up,
+    embedding_pair,
     fused_pair,
     fused_tensors,
     make_a,
@@ -391,6 +392,33 @@ def test_head(t1: Path, tmp_path: Path) -> None:
     tensors["base_model.model.lm_head.base_layer.weight"] = torch.randn(322, 64)
     with pytest.raises(AdapterError, match="vocabulary"):
         load(t1, write_adapter(tmp_path, tensors))
+
+
+@pytest.mark.parametrize("prefix", ["base_model.model.", "", "base_model.model.model.language_model."])
+def test_embedding(t1: Path, tmp_path: Path, prefix: str) -> None:
+    """With the copy of the base embedding that PEFT adds; alpha_pattern and use_rslora give the scale."""
+    a, b = torch.randn(5, 320), torch.randn(64, 5)
+    tensors = embedding_pair(a, b) | {"base_model.model.model.embed_tokens.base_layer.weight": torch.randn(320, 64)}
+    old = "base_model.model.model." if "language" in prefix else "base_model.model."
+    tensors = {name.replace(old, prefix): t for name, t in tensors.items()}
+    config = {"alpha_pattern": {"embed_tokens": 3}, "rank_pattern": {"embed_tokens": 5}, "use_rslora": True}
+    adapter = load(t1, write_adapter(tmp_path, tensors, **config))
+    assert_deltas_equal(merged_deltas(adapter.sites), {"model.embed_tokens.weight": 3 / 5**0.5 * (b @ a).T})
+    assert (adapter.layout, adapter.num_tensors, len(adapter.notes)) == ("embedding", 2, 1)
+    assert "embed_tokens.base_layer.weight" in adapter.notes[0]
+
+
+@pytest.mark.parametrize(("vocabulary", "hidden"), [(321, 64), (319, 64), (320, 65)])
+def test_embedding_of_another_size(t1: Path, tmp_path: Path, vocabulary: int, hidden: int) -> None:
+    tensors = embedding_pair(torch.randn(4, vocabulary), torch.randn(hidden, 4))
+    with pytest.raises(AdapterError, match=r"lora_embedding_[AB]"):
+        load(t1, write_adapter(tmp_path, tensors))
+
+
+def test_a_projection_is_no_embedding(t1: Path, tmp_path: Path) -> None:
+    names = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_embedding_{f}" for f in "AB")
+    with pytest.raises(AdapterError, match="no tensor of"):
+        load(t1, write_adapter(tmp_path, dict(zip(names, (torch.randn(4, 64), torch.randn(64, 4)), strict=True))))
 
 
 @pytest.mark.parametrize(

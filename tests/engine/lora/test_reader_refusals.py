@@ -163,8 +163,9 @@ TENSOR_CASES: list[tuple[dict[str, Tensor], str]] = [
     ({"base_model.model.model.layers.0.self_attn.k_proj.bias": torch.ones(32)}, "bias"),
     ({"base_model.model.lm_head.weight": torch.ones(320, 64)}, "modules_to_save"),
     ({"base_model.model.model.embed_tokens.weight": torch.ones(320, 64)}, "embed_tokens"),
-    ({"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(320, 64)}, "embed_tokens"),
-    ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 320)}, "embed_tokens"),
+    ({"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(321, 64)}, "vocabulary"),
+    ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 320)}, "no lora_B"),
+    ({"base_model.model.model.embed_tokens.lora_A.weight": torch.ones(4, 320)}, "lora_embedding_A"),
     (
         {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(2, 64)},
         "embed_tokens",

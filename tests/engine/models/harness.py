@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from loraplex.engine.batch import AttentionPlan, ForwardContext
+from loraplex.engine.layers.embedding import Embedding
 from loraplex.engine.layers.experts import Experts
 from loraplex.engine.model_config import read_model_spec
 from loraplex.engine.models import build_model
@@ -182,7 +183,7 @@ def random_delta(site: Site, rank: int, generator: torch.Generator, std=0.1, sha
     def normal(*shape):
         return torch.randn(shape, generator=generator) * std
 
-    if site.kind == "dense":
+    if site.kind != "experts":
         return normal(rank, site.in_features), normal(site.out_features, rank), 1.75
     experts = site.num_experts
     a = normal(1 if shared_a else experts, rank, site.in_features)
@@ -217,6 +218,8 @@ def install(model, adapters: list[dict[str, Delta] | None]) -> None:
         if isinstance(module, Experts):
             widths = (module.hidden, module.hidden, module.local), (module.local, module.local, module.hidden)
             module.lora = weights_of(rows, *widths, module.num_experts)
+        elif isinstance(module, Embedding):
+            module.lora = weights_of(rows, [module.num_rows], [module.hidden])
         else:
             local = module.in_range.stop - module.in_range.start
             module.lora = weights_of(rows, [local] * len(sites), module.slices)
@@ -227,11 +230,16 @@ def _local(site: Site, delta: Delta | None) -> Delta | None:
 
 
 def merge(hf, adapter: dict[str, Delta]) -> None:
-    """W += scale · B A in a transformers model."""
+    """W += scale · B A in a transformers model, whose head keeps its weight when the embedding changes."""
+    if "model.embed_tokens" in adapter:
+        hf.lm_head.weight = torch.nn.Parameter(hf.lm_head.weight.detach().clone(), requires_grad=False)
     state = hf.state_dict()
     with torch.no_grad():
         for path, (a, b, scale) in adapter.items():
             delta = scale * (b @ a)
+            if path == "model.embed_tokens":
+                state[f"{path}.weight"] += delta.T
+                continue
             if ".experts." not in path:
                 state[f"{path}.weight"] += delta
                 continue

@@ -44,6 +44,30 @@ def test_mixed_batch_equals_merged_weights(harness, checkpoints, architecture, v
         assert (logprobs - harness.hf_logprobs(merged, prompt)).abs().max() < 5e-5
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_alone(harness, checkpoints, tmp_path, tied):
+    """Ranks 1 and 5; the tied head stays; base rows and those of another adapter do not move by a bit."""
+    hf = harness.hf_model("Qwen3MoeForCausalLM", tie_word_embeddings=tied)
+    model = harness.load(harness.save(hf, tmp_path))
+    rows = [harness.random_adapter(model, i, r, keep=lambda p: p == "model.embed_tokens") for i, r in ((1, 1), (2, 5))]
+    rows.append(harness.random_adapter(model, 3, 3, keep=lambda p: p.endswith("v_proj")))
+    slots, slot_rows = [1, -1, 0, 2, 0], [1, 0, 2]
+    ids = torch.tensor([i for prompt in PROMPTS for i in prompt])
+    plain = model.model.embed_tokens(ids)
+    harness.install(model, rows)
+    mixed = model.model.embed_tokens(ids, harness.lora_batch([len(p) for p in PROMPTS], slots, slot_rows))
+    moved = (mixed - plain).abs().amax(1).split([len(p) for p in PROMPTS])
+    assert [bool(m.min() > 1e-3) for m in moved] == [slot in (0, 1) for slot in slots]
+    assert [bool(m.max() == 0) for m in moved] == [slot not in (0, 1) for slot in slots]
+    ours = harness.Driver(model).run(PROMPTS, CHUNKS, slots, slot_rows)
+    for prompt, slot, logprobs in zip(PROMPTS, slots, ours, strict=True):
+        merged = copy.deepcopy(hf)
+        if slot >= 0:
+            harness.merge(merged, rows[slot_rows[slot]])
+            assert (harness.hf_logprobs(merged, prompt) - harness.hf_logprobs(hf, prompt)).abs().max() > 0.1
+        assert (logprobs - harness.hf_logprobs(merged, prompt)).abs().max() < 5e-5
+
+
 @pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
 def test_one_expert_projection_alone(harness, checkpoints, part):
     """Gate and up have their own A; a missing part adds nothing."""
@@ -96,7 +120,8 @@ def test_sites_name_the_checkpoint_modules(harness, checkpoints, architecture):
     model = build_model(spec, Parallel(1, 2), torch.bfloat16, torch.device("meta"))
     sites = lora_sites(model)
     shapes = {name.removesuffix(".weight"): tuple(p.shape) for name, p in hf.named_parameters()}
-    expected = {name: shape for name, shape in shapes.items() if len(shape) == 2 and name != "model.embed_tokens"}
+    expected = {name: shape for name, shape in shapes.items() if len(shape) == 2}
+    expected["model.embed_tokens"] = expected["model.embed_tokens"][::-1]  # its input is the vocabulary
     for name, (experts, rows, columns) in ((n, s) for n, s in shapes.items() if len(s) == 3):
         if name.endswith("gate_up_proj"):
             base = name.removesuffix("gate_up_proj")

@@ -5,6 +5,7 @@ import torch
 
 from loraplex.kernels.lora import experts
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
+from loraplex.kernels.lora.embedding import embedding_lora_add_
 from loraplex.kernels.lora.reference import lora_add_
 from loraplex.kernels.moe.routing import sort_by_expert
 from loraplex.kernels.testing import weights_of
@@ -34,6 +35,26 @@ def batch_of(rows):
 def normal():
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embedding(normal, dtype):
+    vocabulary, hidden = 50, 24
+    rows = [[(normal(r, vocabulary), normal(hidden, r), scale)] for r, scale in ((3, 0.5), (1, 2.0), (17, 1.5))]
+    rows.insert(1, [None])
+    rows = [[d and (d[0].to(dtype), d[1].to(dtype), d[2])] for (d,) in rows]
+    tokens = [3, 0, 1, 2, 2, -1, 1, 0, 0, 2, 3]
+    ids = torch.tensor([0, 49, 7, 7, 31, 7, 3, 3, 12, 0, 48])
+    base = normal(len(tokens), hidden).to(dtype)
+    x = base.clone()
+    embedding_lora_add_(x, ids, weights_of(rows, [vocabulary], [hidden]), batch_of(tokens))
+    for t, row in enumerate(tokens):
+        if row in (-1, 1):
+            assert torch.equal(x[t], base[t])
+        else:
+            a, b, scale = rows[row][0]
+            expected = base[t].float() + scale * (b.float() @ a.float()[:, ids[t]])
+            torch.testing.assert_close(x[t], expected.to(dtype))
 
 
 def test_dense(normal):
