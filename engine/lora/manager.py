@@ -120,7 +120,8 @@ class AdapterManager:
     ) -> ErrorInfo | None:
         """Beside the pinned adapters there must be room for each other one, or its requests would wait for ever: also
         for those whose name is gone, or goes now (`leaving`), while requests hold them."""
-        pinned, evictable = [], []
+        pinned: list[int] = []
+        evictable: list[int] = []
         for version in others:
             (pinned if version.stays else evictable).append(version.info.bytes)
         (pinned if request.pinned else evictable).append(nbytes)
