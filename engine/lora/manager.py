@@ -1,5 +1,7 @@
 """Adapters of all ranks as the step loop sees them: store what was read, publish the name, free what nobody uses."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from loraplex.engine import ranks
@@ -63,7 +65,8 @@ class AdapterManager:
     def _pin(self, request: LoadAdapter, current: AdapterVersion) -> Reply:
         """The content is loaded already: only whether it is pinned can change."""
         if request.pinned != current.info.pinned:
-            error = self._pinned_refusal(request, current, current.info.bytes)
+            others = [v for v in self.registry.versions() if v is not current]
+            error = self._pinned_refusal(request, current.info.bytes, others, leaving=None)
             if error is not None:
                 return Reply(op=request.op, error=error)
             current.info = msgspec.structs.replace(current.info, pinned=request.pinned)
@@ -109,21 +112,30 @@ class AdapterManager:
                 code="no_memory",
                 param="lora_name",
             )
-        return self._pinned_refusal(request, current, nbytes)
+        others = [v for v in self.registry.versions() if v is not current]
+        return self._pinned_refusal(request, nbytes, others, leaving=current)
 
-    def _pinned_refusal(self, request: LoadAdapter, current: AdapterVersion | None, nbytes: int) -> ErrorInfo | None:
-        """Beside the pinned adapters there must be room for each other one, or its requests would wait for ever."""
-        others = [v.info for v in self.registry.published() if v is not current]
-        pinned = [info.bytes for info in others if info.pinned]
-        evictable = [info.bytes for info in others if not info.pinned]
+    def _pinned_refusal(
+        self, request: LoadAdapter, nbytes: int, others: Iterable[AdapterVersion], leaving: AdapterVersion | None
+    ) -> ErrorInfo | None:
+        """Beside the pinned adapters there must be room for each other one, or its requests would wait for ever: also
+        for those whose name is gone, or goes now (`leaving`), while requests hold them."""
+        pinned: list[int] = []
+        evictable: list[int] = []
+        for version in others:
+            (pinned if version.stays else evictable).append(version.info.bytes)
         (pinned if request.pinned else evictable).append(nbytes)
+        if leaving is not None and leaving.refs > 0:
+            evictable.append(leaving.info.bytes)
         most = self._pool.capacity_bytes
-        if sum(pinned) + max(evictable, default=0) <= most and len(pinned) < self._config.table_rows:
+        rows = len(pinned) + min(1, len(evictable))
+        if sum(pinned) + max(evictable, default=0) <= most and rows <= self._config.table_rows:
             return None
         return ErrorInfo(
             status=507,
             message=f"{len(pinned)} pinned adapters take {sum(pinned)} bytes and the largest other one "
-            f"{max(evictable, default=0)}, together more than the {most} of --lora-memory; pin fewer.",
+            f"{max(evictable, default=0)}, together more than the {most} of --lora-memory (or more than the "
+            f"{self._config.table_rows} adapters that --max-loaded-loras allows); pin fewer.",
             code="no_memory",
             param="pinned",
         )

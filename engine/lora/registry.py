@@ -40,8 +40,9 @@ class AdapterRegistry:
     def get(self, name: str) -> AdapterVersion | None:
         return self._by_name.get(name)
 
-    def published(self) -> list[AdapterVersion]:
-        return list(self._by_name.values())
+    def versions(self) -> list[AdapterVersion]:
+        """All that exist, with a name or only held by requests."""
+        return list(self._versions)
 
     def infos(self) -> list[AdapterInfo]:
         return [v.info for v in self._by_name.values()]

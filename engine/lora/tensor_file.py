@@ -8,7 +8,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -59,6 +59,7 @@ class TensorFile:
         metadata = header.pop("__metadata__", None)
         self.metadata: dict[str, Any] = metadata if isinstance(metadata, dict) else {}
         self.entries = {name: _entry(name, fields, data_start, self.size) for name, fields in header.items()}
+        _check_covered(self.entries.values(), data_start, self.size)
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor in its stored dtype. Raises AdapterError for types that are no float, and for NaN and Inf."""
@@ -131,6 +132,16 @@ def _read_header(file: BufferedReader, size: int) -> tuple[dict[str, Any], int]:
     if any(len(name) > _MAX_NAME for name in header):
         raise AdapterError(f"{TENSOR_FILE} has a tensor name of more than {_MAX_NAME} characters")
     return header, 8 + length
+
+
+def _check_covered(entries: Iterable[Entry], start: int, size: int) -> None:
+    """The format allows no byte outside a tensor and none in two: other readers refuse such a file."""
+    for entry in sorted(entries, key=lambda e: (e.start, e.nbytes)):
+        if entry.start != start:
+            raise AdapterError(f"{TENSOR_FILE} is damaged: its tensors overlap or leave gaps at byte {start}")
+        start += entry.nbytes
+    if start != size:
+        raise AdapterError(f"{TENSOR_FILE} is damaged: {size - start} bytes after the last tensor")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -94,6 +94,8 @@ def segments_add_(
     _check(y_TN, x_TD, w)
     pdl = dependent_launch(x_TD.device)
     tokens, parts, segments = x_TD.shape[0], len(w.slices), batch.weight_indices.shape[0]
+    if segments == 0:
+        return
     shape = _shape(w, batch)
     default = _segments_shrink_tile(tokens, parts, segments, x_TD.shape[1], batch)
     shrink = choose_tile("dense_segments_shrink", x_TD.device, default, tokens, **shape)

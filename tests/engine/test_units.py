@@ -18,3 +18,10 @@ def test_amounts(text: str, expected: int) -> None:
 def test_what_is_no_amount(text: str) -> None:
     with pytest.raises(ValueError, match="8GB, 512MiB"):
         parse_bytes(text)
+
+
+def test_amounts_are_exact_and_bounded() -> None:
+    assert parse_bytes("9007199254740993") == 2**53 + 1
+    for text in ("9" * 400, "2000000TB"):
+        with pytest.raises(ValueError, match="more memory"):
+            parse_bytes(text)

@@ -105,6 +105,23 @@ def test_a_mistake_in_one_layer_is_found_there(
     assert err.count("\n") == 1
 
 
+def test_an_adapter_of_little_effect_that_is_not_served_is_found(
+    t1: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_adapter(t1, "ALL", r=3, std=0.0005)
+    assert run(t1, folder) == 0
+    place = verify.AdapterPool.place
+
+    def place_nothing(self: verify.AdapterPool, key: int, row: int) -> None:
+        place(self, key, row)
+        assert self._tables is not None
+        self._tables.clear(row)
+
+    monkeypatch.setattr(verify.AdapterPool, "place", place_nothing)
+    assert run(t1, folder) == 1
+    assert "model.layers.0 differs" in capsys.readouterr().err
+
+
 def test_errors(t1: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_adapter(t1, "ATT")
     assert run(t1, tmp_path) == 1

@@ -393,6 +393,25 @@ def test_truncation_to_the_first_bytes(t1: Path, folder: Path) -> None:
         refusal(t1, folder, "truncated")
 
 
+def test_bytes_outside_the_tensors_and_tensors_in_the_same_bytes(t1: Path, folder: Path) -> None:
+    """As safetensors itself refuses them."""
+    path = folder / "adapter_model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data + b"x")
+    refusal(t1, folder, "1 bytes after the last tensor")
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    tensors = sorted((t["data_offsets"], name) for name, t in header.items() if name != "__metadata__")
+    (_, first_end), _ = tensors[0]
+    for shift in (-4, 4):
+        moved = {name: dict(fields) for name, fields in header.items()}
+        for (start, end), name in tensors:
+            if start >= first_end:
+                moved[name]["data_offsets"] = [start + shift, end + shift]
+        header_file(path, json.dumps(moved).encode(), data[8 + length :] + b"xxxx")
+        refusal(t1, folder, "overlap or leave gaps")
+
+
 def header_file(path: Path, header: bytes, data: bytes = b"") -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)
 

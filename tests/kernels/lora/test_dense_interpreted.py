@@ -73,10 +73,12 @@ def test_a_batch_of_base_tokens_or_padding_only_is_left_alone(few_programs: None
     kernels, num_tokens = backend(name), SIZES[size]
     step = make_step([-1] * len(num_tokens), num_tokens, [3], w, padding=4)
     static = kernels.static(len(step.y_TN), len(num_tokens), CPU)
-    for info in (static.info, static.fill(step.slots, num_tokens, [3], max_ranks(w))):
-        y = step.y_TN.clone()
-        kernels.add_(y, step.x_TD, w, info)
-        assert torch.equal(y, step.y_TN)
+    planned = kernels.plan(step.slots, num_tokens, [3], max_ranks(w), CPU)
+    for info in (static.info, static.fill(step.slots, num_tokens, [3], max_ranks(w)), planned):
+        tokens = len(info.token_slot)
+        y = step.y_TN[:tokens].clone()
+        kernels.add_(y, step.x_TD[:tokens], w, info)
+        assert torch.equal(y, step.y_TN[:tokens])
 
 
 @pytest.mark.parametrize("chunk_size", [16, 64, 128])
