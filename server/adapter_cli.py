@@ -133,8 +133,9 @@ def _row(module: "ModuleReport", report: "AdapterReport") -> list[str]:
     if module.shared:
         experts += f" (one {' and '.join(module.shared)})"
     cells = [module.module, _layers(module.layers), experts, _span(module.rank), _span(module.scale)]
-    if module.coverage is not None and module.relative_norm is not None:
-        cells += [f"{module.coverage:.0%}", f"{module.relative_norm:.3g}"]
+    if module.coverage is not None:
+        norm = module.relative_norm
+        cells += [f"{module.coverage:.0%}", "–" if norm is None else f"{norm:.3g}"]
     return cells
 
 

@@ -38,7 +38,7 @@ class ModuleReport:
     coverage: float | None
     """Adapted sites / the model's sites of this name; None without a model."""
     relative_norm: float | None
-    """‖ΔW‖ / ‖W‖ (Frobenius) over the adapted sites; None without a model."""
+    """‖ΔW‖ / ‖W‖ (Frobenius) over the adapted sites; None without a model, or when its weights are all zero."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +135,13 @@ def squared_norm(delta: SiteDelta, num_experts: int) -> float:
 
 def _relative_norm(
     adapter: HostAdapter, paths: Sequence[str], sites: Mapping[str, SiteShape], base: BaseWeights
-) -> float:
+) -> float | None:
     changed, whole = 0.0, 0.0
     for path in paths:
         site = sites[path]
         changed += squared_norm(adapter.sites[path], site.num_experts)
         whole += sum(float(base.matrix(site, e).double().square().sum()) for e in range(site.num_experts or 1))
-    return math.sqrt(changed / whole) if whole else math.inf
+    return math.sqrt(changed / whole) if whole else None
 
 
 def _experts_touched(deltas: Sequence[SiteDelta], sites: Sequence[SiteShape]) -> int | None:

@@ -368,3 +368,19 @@ def test_refusals(t1: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     error = run(capsys, "convert", make_adapter(t1, "EXP"), out, "--layout", "fused", status=1)
     assert f"{out} exists" in error
     assert [f.name for f in out.iterdir()] == ["precious"]
+
+
+def test_inspect_of_a_base_that_is_zero_where_it_is_adapted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = make_t1()
+    adapter = make_adapter(model, "ROUTER", r=2)
+    zeroed = tmp_path / "zeroed"
+    shutil.copytree(model, zeroed)
+    weights = load_file(zeroed / "model.safetensors")
+    save_file(
+        {name: torch.zeros_like(w) if name.endswith("mlp.gate.weight") else w for name, w in weights.items()},
+        zeroed / "model.safetensors",
+    )
+    text = run(capsys, "inspect", adapter, "--model", zeroed, "--json")
+    (module,) = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["modules"]
+    assert module["relative_norm"] is None
+    assert "–" in run(capsys, "inspect", adapter, "--model", zeroed)
