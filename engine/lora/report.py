@@ -86,7 +86,7 @@ def inspect_adapter(folder: Path, model: Path | None, *, dtype: str | None, b_la
     totals: dict[str, int] = {}
     for path in sites:
         totals[module_name(path)] = totals.get(module_name(path), 0) + 1
-    norms: dict[str, float] = {}
+    norms: dict[str, float | None] = {}
     if model is not None:
         with BaseWeights(model) as base:
             norms = {name: _relative_norm(adapter, paths, sites, base) for name, paths in groups.items()}
