@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from loraplex.kernels.dispatch import dependent_launch, use_triton
+from loraplex.kernels.devices import dependent_launch, use_triton
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.reference import lora_add_
 from loraplex.kernels.lora.weights import LoRAWeights
