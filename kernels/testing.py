@@ -10,6 +10,7 @@ import torch
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.mapping import expand_token_slot
 from loraplex.kernels.lora.weights import LoRAWeights
+from loraplex.kernels.moe.pairs import Chunks
 
 Popularity = Literal["distinct", "uniform", "zipf", "identical", "skewed"]
 ALIGN = 64
@@ -129,6 +130,13 @@ def request_slots(
     return [-1 if rng.random() < base_share else slot for slot in chosen]
 
 
+def listed_chunks(chunks: Chunks) -> list[tuple[int, int, int]]:
+    """(key, start, count) of the entries that are chunks, in order of their places."""
+    entries = torch.stack([chunks.key, chunks.start, chunks.count], 1)
+    entries = entries[chunks.key >= 0] if chunks.num is None else entries[: int(chunks.num)]
+    return [(key, start, count) for key, start, count in entries.tolist()]
+
+
 def plain_batch(
     slots: Sequence[int],
     num_tokens: Sequence[int],
@@ -151,6 +159,7 @@ def plain_batch(
     segments = [(s, bounds[i], bounds[i + 1]) for i, s in enumerate(values.tolist())]
     return LoRABatchInfo(
         token_slot=token_slot,
+        token_row=torch.tensor([*slot_rows, -1], dtype=torch.int32, device=device)[token_slot.long()],
         req_seg_indptr=indptr,
         req_weight_indices=weights,
         slot_row=torch.tensor(list(slot_rows), dtype=torch.int32, device=device),

@@ -98,6 +98,7 @@ class StaticBatch:
         self.sizes = {
             "permutation": max_tokens,
             "token_slot": max_tokens,
+            "token_row": max_tokens,
             "req_seg_indptr": max_requests + 1,
             "req_weight_indices": max_requests,
             "slot_row": backend.options.max_slots,
@@ -128,9 +129,11 @@ def _fields(
     slots: Sequence[int], num_tokens: Sequence[int], slot_rows: Sequence[int], segments: Segments
 ) -> dict[str, Ints]:
     """Arrays of `LoRABatchInfo` by field name, in packing order: int64 first, so that it lies aligned."""
+    rows = np.asarray([slot_rows[s] if s >= 0 else -1 for s in slots], dtype=np.int64)
     return {
         "permutation": segments.permutation,
         "token_slot": np.repeat(np.asarray(slots, dtype=np.int64), num_tokens),
+        "token_row": np.repeat(rows, num_tokens),
         "req_seg_indptr": np.concatenate([[0], np.cumsum(num_tokens, dtype=np.int64)]),
         "req_weight_indices": np.asarray(slots, dtype=np.int64),
         "slot_row": np.asarray(slot_rows, dtype=np.int64),

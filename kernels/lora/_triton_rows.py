@@ -30,8 +30,7 @@ def shrink_rows(
     places,
     ranks,
     scales,
-    token_slot,
-    slot_row,
+    token_row,
     K: tl.constexpr,
     X_ROW: tl.constexpr,
     z_part,
@@ -46,12 +45,11 @@ def shrink_rows(
 ):
     """z[t, part, r] = scale · x[t] · A[r]. Grid: tokens, any number of programs that share the rank rows."""
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(token_slot + token)
-    if slot < 0:
+    row = tl.load(token_row + token).to(tl.int64)
+    if row < 0:
         if PDL:
             gdc_wait()
         return
-    row = tl.load(slot_row + slot).to(tl.int64)
     total = total_rank(ranks, row, PARTS, RANKS_ROW, RANKS_PART)
     kk = tl.arange(0, BLOCK_K)
     for j0 in range(tl.program_id(1) * BLOCK_R, total, tl.num_programs(1) * BLOCK_R):
@@ -94,8 +92,7 @@ def expand_rows(
     arena,
     places,
     ranks,
-    token_slot,
-    slot_row,
+    token_row,
     WIDTHS: tl.constexpr,
     WIDTH_DIV: tl.constexpr,
     Y_ROW: tl.constexpr,
@@ -111,12 +108,11 @@ def expand_rows(
 ):
     """y[t, n] += Σ_r z[t, part, r] · B[r, n]. Grid: tokens, column tiles of all parts."""
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(token_slot + token)
-    if slot < 0:
+    row = tl.load(token_row + token).to(tl.int64)
+    if row < 0:
         if PDL:
             gdc_wait()
         return
-    row = tl.load(slot_row + slot).to(tl.int64)
     part, width, begin, n0 = locate_columns(tl.program_id(1), WIDTHS, WIDTH_DIV, BLOCK_N)
     rank = tl.load(ranks + row * RANKS_ROW + part * RANKS_PART)
     if rank == 0:

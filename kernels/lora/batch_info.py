@@ -17,6 +17,8 @@ class LoRABatchInfo:
 
     token_slot: torch.Tensor
     """int32 [T]: slot of each token, −1 = base or padding."""
+    token_row: torch.Tensor
+    """int32 [T]: slot_row[token_slot], −1 = base or padding: spares kernels that take tokens one by one a look-up."""
     req_seg_indptr: torch.Tensor
     """int32 [B + 1]: token offsets of the requests: 0…B for decode, exclusive sum of extend lengths for prefill."""
     req_weight_indices: torch.Tensor

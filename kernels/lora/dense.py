@@ -24,9 +24,9 @@ WANTED_PROGRAMS = 132
 
 
 def rows_add_(y_TN: torch.Tensor, x_TD: torch.Tensor, w: LoRAWeights, batch: LoRABatchInfo) -> None:
-    """`lora_add_` by matrix-vector products, a program per token: reads `token_slot`, no segments.
+    """`lora_add_` by matrix-vector products, a program per token: reads `token_row`, no segments.
 
-    y [T, sum of slices], x [T, in], T ≤ len(token_slot); both with contiguous rows.
+    y [T, sum of slices], x [T, in], T ≤ len(token_row); both with contiguous rows.
     """
     if not use_triton(x_TD):
         lora_add_(y_TN, x_TD, w, batch)
@@ -47,8 +47,7 @@ def rows_add_(y_TN: torch.Tensor, x_TD: torch.Tensor, w: LoRAWeights, batch: LoR
         w.places,
         w.ranks,
         w.scales,
-        batch.token_slot,
-        batch.slot_row,
+        batch.token_row,
         K=x_TD.shape[1],
         X_ROW=x_TD.stride(0),
         z_part=z.shape[2],
@@ -64,8 +63,7 @@ def rows_add_(y_TN: torch.Tensor, x_TD: torch.Tensor, w: LoRAWeights, batch: LoR
         w.arena,
         w.places,
         w.ranks,
-        batch.token_slot,
-        batch.slot_row,
+        batch.token_row,
         WIDTHS=w.slices,
         WIDTH_DIV=math.gcd(16, *w.slices),
         Y_ROW=y_TN.stride(0),

@@ -54,21 +54,20 @@ def expand_activate(g_PF: torch.Tensor, t: torch.Tensor, step: AdapterStep, dtyp
     lora, batch, order, chunks = step.lora, step.batch, step.order, step.order.chunks
     num_pairs, inner = g_PF.shape[0], g_PF.shape[1] // 2
     h_PI = torch.empty(num_pairs, inner, dtype=dtype, device=g_PF.device)
-    shape = {"INNER": inner, "TOP_K": step.ids_TK.shape[1], **_table_shape(step)}
     if chunks is None:
         tile = tiles.ACTIVATE_ROWS
         kernels.activate_rows[(num_pairs, -(-inner // tile.block_n))](
-            g_PF, t, h_PI, lora.arena, lora.places, lora.ranks, batch.slot_row, batch.token_slot, step.ids_TK,
-            order.position_P, **shape, BLOCK_N=tile.block_n, BLOCK_R=tile.block_r, **_launch(g_PF, tile),
+            g_PF, t, h_PI, lora.arena, lora.places, lora.ranks, batch.token_row, step.ids_TK, order.position_P,
+            INNER=inner, TOP_K=step.ids_TK.shape[1], **_table_shape(step), BLOCK_N=tile.block_n, BLOCK_R=tile.block_r,
+            **_launch(g_PF, tile),
         )  # fmt: skip
         return h_PI
-    tile, most = tiles.ACTIVATE_CHUNKS, chunks.key.shape[0]
+    tile = tiles.ACTIVATE_CHUNKS
     assert tile.block_m == chunks.rows, (tile, chunks.rows)
-    kernels.activate_chunks[(most + -(-num_pairs // chunks.rows), -(-inner // tile.block_n))](
-        g_PF, t, h_PI, lora.arena, lora.places, lora.ranks, batch.slot_row, batch.token_slot, order.order_P,
-        order.starts, *_tables(chunks), num_pairs, most, **shape, NUM_EXPERTS=order.num_experts,
-        NUM_SLOTS=batch.slot_row.shape[0], BLOCK_M=chunks.rows, BLOCK_N=tile.block_n, BLOCK_R=tile.block_r,
-        **_launch(g_PF, tile),
+    kernels.activate_chunks[(chunks.key.shape[0], -(-inner // tile.block_n))](
+        g_PF, t, h_PI, lora.arena, lora.places, lora.ranks, batch.slot_row, *_tables(chunks), INNER=inner,
+        NUM_SLOTS=batch.slot_row.shape[0], **_table_shape(step), BLOCK_M=chunks.rows, BLOCK_N=tile.block_n,
+        BLOCK_R=tile.block_r, **_launch(g_PF, tile),
     )  # fmt: skip
     return h_PI
 
@@ -80,11 +79,11 @@ def expand_down(t: torch.Tensor, width: int, step: AdapterStep) -> torch.Tensor:
     lora, batch, order, chunks = step.lora, step.batch, step.order, step.order.chunks
     delta = t.new_empty(t.shape[0], width)
     if chunks is None:
-        tile = tiles.EXPAND_ROWS
+        tile = tiles.expand_rows_tile(t.shape[0])
         kernels.expand_rows[(t.shape[0], -(-width // tile.block_n))](
-            t, delta, lora.arena, lora.places, lora.ranks, batch.slot_row, batch.token_slot, step.ids_TK,
-            order.position_P, N=width, TOP_K=step.ids_TK.shape[1], **_table_shape(step), BLOCK_N=tile.block_n,
-            BLOCK_R=tile.block_r, **_launch(t, tile),
+            t, delta, lora.arena, lora.places, lora.ranks, batch.token_row, step.ids_TK, order.position_P, N=width,
+            TOP_K=step.ids_TK.shape[1], **_table_shape(step), BLOCK_N=tile.block_n, BLOCK_R=tile.block_r,
+            **_launch(t, tile),
         )  # fmt: skip
         return delta
     tile = tiles.EXPAND_CHUNKS
@@ -113,24 +112,25 @@ def _shrink(x: torch.Tensor, step: AdapterStep, part: int, parts: int, *, by_pla
         **_table_shape(step),
     }
     if chunks is None:
-        tile = tiles.shrink_rows_tile(step.expected_rank, width)
+        tile = tiles.shrink_rows_tile(num_pairs, step.expected_rank, width)
         splits = -(-step.expected_rank // tile.block_r)
         kernels.shrink_rows[(num_pairs, parts * splits)](
-            x, t, lora.arena, lora.places, lora.ranks, lora.scales, batch.slot_row, batch.token_slot, step.ids_TK,
-            order.position_P, **shape, BLOCK_R=tile.block_r, BLOCK_K=tile.block_k, **_launch(x, tile),
+            x, t, lora.arena, lora.places, lora.ranks, lora.scales, batch.token_row, step.ids_TK, order.position_P,
+            **shape, BLOCK_R=tile.block_r, BLOCK_K=tile.block_k, **_launch(x, tile),
         )  # fmt: skip
         return t
-    tile = tiles.SHRINK_CHUNKS[chunks.rows]
+    tile = tiles.shrink_chunks_tile(chunks.rows, step.expected_rank)
+    together = parts if tiles.parts_together(chunks.rows) else 1
     splits = -(-step.expected_rank // tile.block_r)
-    kernels.shrink_chunks[(chunks.key.shape[0], splits)](
+    kernels.shrink_chunks[(chunks.key.shape[0], splits * parts // together)](
         x, t, lora.arena, lora.places, lora.ranks, lora.scales, batch.slot_row, order.order_P, *_tables(chunks),
-        **shape, NUM_SLOTS=batch.slot_row.shape[0], BLOCK_M=chunks.rows, BLOCK_R=tile.block_r, BLOCK_K=tile.block_k,
-        STAGES=tile.num_stages, **_launch(x, tile),
+        **shape, NUM_SLOTS=batch.slot_row.shape[0], TOGETHER=together, BLOCK_M=chunks.rows, BLOCK_R=tile.block_r,
+        BLOCK_K=tile.block_k, STAGES=tile.num_stages, **_launch(x, tile),
     )  # fmt: skip
     return t
 
 
-def _tables(chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _tables(chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     return chunks.key, chunks.start, chunks.count, chunks.num
 
 

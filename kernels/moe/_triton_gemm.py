@@ -2,7 +2,8 @@
 """Kernels of `expert_gemm.py`: one GEMM per expert over pairs sorted by (expert, slot), and the sum over choices.
 
 WAIT (dependent launch): 0 no, 1 the predecessor makes an input, 2 only a later kernel needs the predecessor: it has
-itself waited for everything that is read here, so the wait may come after the products.
+itself waited for everything that is read here, so the wait may come after the products. The next kernel may start at
+once: it waits until this one has ended, and so until the predecessor has.
 """
 
 import triton
@@ -39,55 +40,81 @@ def _locate(
     return expert, place, rows
 
 
+GRANULE = tl.constexpr(8)
+"""Rank columns that lie together: 16 bytes of t, one load. A rank that is no multiple wastes the rest."""
+
+
 @triton.jit
-def _add_adapters(
-    acc,
+def _adapters_of_rows(
     row_slot,
-    row_place,
-    n,
-    expert,
-    t,
-    arena,
-    places,
     ranks,
     slot_row,
     PART: tl.constexpr,
-    T_COLUMN: tl.constexpr,
-    T_STRIDE: tl.constexpr,
-    PLACES_STRIDE: tl.constexpr,
+    PARTS: tl.constexpr,
     RANKS_STRIDE: tl.constexpr,
     SLOTS_POW2: tl.constexpr,
-    N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    EVEN: tl.constexpr,
 ):
-    """acc += t B for the adapters of the block's rows, WINDOW rank columns of whichever adapters at a time.
-
-    Columns enumerate the live ranks of the slots that occur, one slot after the other; a row sees those of its slot.
-    Columns beyond them have a slot that no row has.
-    """
+    """Of the slots that the block's rows have: table row, and last column when the ranks are laid end to end."""
     s = tl.arange(0, SLOTS_POW2)
     occurs = tl.max((row_slot[:, None] == s[None, :]).to(tl.int32), 0) > 0
-    table_row = tl.load(slot_row + s, mask=occurs, other=0)
-    end_s = tl.cumsum(tl.load(ranks + table_row * RANKS_STRIDE + PART, mask=occurs, other=0), 0)
-    total = tl.max(end_s, 0)
-    for c0 in tl.range(0, total, WINDOW):
-        c = c0 + tl.arange(0, WINDOW)
-        passed = end_s[None, :] <= c[:, None]
-        slot = tl.sum(passed.to(tl.int32), 1)
-        r = c - tl.max(tl.where(passed, end_s[None, :], 0), 1)
-        live = c < total
-        row = tl.load(slot_row + slot, mask=live, other=0)
-        place = places + row.to(tl.int64) * PLACES_STRIDE + PART * 4
-        b = tl.load(place + 1, mask=live, other=0) + expert * tl.load(place + 3, mask=live, other=0) + r * N
-        own = row_slot[:, None] == slot[None, :]
-        z = tl.load(t + row_place[:, None].to(tl.int64) * T_STRIDE + T_COLUMN + r[None, :], mask=own, other=0.0)
-        if EVEN:
-            w = tl.load(arena + tl.multiple_of(b, 8)[:, None] + n[None, :], mask=live[:, None], other=0.0)
-        else:
-            w = tl.load(arena + b[:, None] + n[None, :], mask=live[:, None] & (n < N)[None, :], other=0.0)
-        acc = tl.dot(z, w, acc, input_precision="ieee")
-    return acc
+    row_s = tl.load(slot_row + s, mask=occurs, other=0)
+    rank_s = tl.load(ranks + row_s * RANKS_STRIDE + PART, mask=occurs, other=0)
+    for part in tl.static_range(1, PARTS):
+        rank_s = tl.maximum(rank_s, tl.load(ranks + row_s * RANKS_STRIDE + PART + part, mask=occurs, other=0))
+    return row_s, tl.cumsum((rank_s + GRANULE - 1) // GRANULE * GRANULE, 0)
+
+
+@triton.jit
+def _window(row_s, end_s, first, SLOTS_POW2: tl.constexpr, WINDOW: tl.constexpr):
+    """Slot, table row and first rank row of each granule of the columns first…first + WINDOW − 1.
+
+    A granule from the last end on has a slot that no row has.
+    """
+    c_g = first + tl.arange(0, WINDOW // GRANULE) * GRANULE
+    passed = end_s[None, :] <= c_g[:, None]
+    slot_g = tl.sum(passed.to(tl.int32), 1)
+    hot = slot_g[:, None] == tl.arange(0, SLOTS_POW2)[None, :]
+    row_g = tl.sum(tl.where(hot, row_s[None, :], 0), 1)
+    r_g = c_g - tl.max(tl.where(passed, end_s[None, :], 0), 1)
+    return slot_g, row_g, tl.multiple_of(r_g, GRANULE)
+
+
+@triton.jit
+def _add_window(
+    acc,
+    own_MG,
+    row_g,
+    r_g,
+    n,
+    expert,
+    t_at,
+    arena,
+    places,
+    ranks,
+    part,
+    PLACES_STRIDE: tl.constexpr,
+    RANKS_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """acc += t B for one window of rank columns."""
+    j = tl.arange(0, GRANULE)
+    rank_g = tl.load(ranks + row_g * RANKS_STRIDE + part)
+    place_g = places + row_g.to(tl.int64) * PLACES_STRIDE + part * 4
+    b_g = tl.load(place_g + 1) + expert * tl.load(place_g + 3)
+    r_gj = r_g[:, None] + j[None, :]
+    live_gj = r_gj < rank_g[:, None]
+    z = tl.load(t_at[:, None, None] + r_g[None, :, None] + j[None, None, :], mask=own_MG[:, :, None], other=0.0)
+    z = tl.where(live_gj[None, :, :], z, 0.0)  # the rest of a granule is never written
+    b_c = tl.reshape(b_g[:, None] + r_gj * N, [WINDOW])
+    live = tl.reshape(live_gj, [WINDOW])
+    if EVEN:
+        w = tl.load(arena + tl.multiple_of(b_c, 8)[:, None] + n[None, :], mask=live[:, None], other=0.0)
+    else:
+        w = tl.load(arena + b_c[:, None] + n[None, :], mask=live[:, None] & (n < N)[None, :], other=0.0)
+    return tl.dot(tl.reshape(z, [BLOCK_M, WINDOW]), w, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -124,6 +151,8 @@ def _tile(
     TMA: tl.constexpr,
     WAIT: tl.constexpr,
 ):
+    part: tl.constexpr = 0 if GATED else 2
+    parts: tl.constexpr = 2 if GATED else 1
     m = tl.arange(0, BLOCK_M)
     live = m < rows
     pair = tl.load(order + place + m, mask=live, other=0)
@@ -141,11 +170,15 @@ def _tile(
     w_at = w + (w_row + n)[None, :].to(tl.int64) * K + k[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if WINDOW > 0:
+        # Looked up before the products, which hide it.
+        row_slot = tl.load(token_slot + pair // TOP_K, mask=live, other=-1)
+        row_s, end_s = _adapters_of_rows(row_slot, ranks, slot_row, part, parts, RANKS_STRIDE, SLOTS_POW2)
     for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if even:
-            x_tile = tl.load(x_at + k0)
+            x_tile = tl.load(x_at + k0, mask=live[:, None], other=0.0)
         else:
-            x_tile = tl.load(x_at + k0, mask=(k0 + k < K)[None, :], other=0.0)
+            x_tile = tl.load(x_at + k0, mask=live[:, None] & (k0 + k < K)[None, :], other=0.0)
         w_mask = (k0 + k < K)[:, None] & (n0 + n < N)[None, :]
         if TMA:
             w_tile = w_tiles.load([w_row, k0]).T
@@ -164,21 +197,20 @@ def _tile(
             acc_up = tl.dot(x_tile, w_tile, acc_up, input_precision="ieee")
     if WAIT == 2:
         gdc_wait()
-        gdc_launch_dependents()
     if WINDOW > 0:
-        row_slot = tl.load(token_slot + pair // TOP_K, mask=live, other=-1)
-        cols = n0 + n
-        acc = _add_adapters(
-            acc, row_slot, row_place, cols, expert, t, arena, places, ranks, slot_row,
-            0 if GATED else 2, 0, (2 if GATED else 1) * RANK_CAP,
-            PLACES_STRIDE, RANKS_STRIDE, SLOTS_POW2, N, WINDOW, N % BLOCK_N == 0,
-        )  # fmt: skip
-        if GATED:
-            acc_up = _add_adapters(
-                acc_up, row_slot, row_place, cols, expert, t, arena, places, ranks, slot_row,
-                1, RANK_CAP, 2 * RANK_CAP,
-                PLACES_STRIDE, RANKS_STRIDE, SLOTS_POW2, N, WINDOW, N % BLOCK_N == 0,
+        t_at = t + row_place.to(tl.int64) * (parts * RANK_CAP)
+        for c0 in tl.range(0, tl.max(end_s, 0), WINDOW, num_stages=1):
+            slot_g, row_g, r_g = _window(row_s, end_s, c0, SLOTS_POW2, WINDOW)
+            own = row_slot[:, None] == slot_g[None, :]
+            acc = _add_window(
+                acc, own, row_g, r_g, n0 + n, expert, t_at, arena, places, ranks, part, PLACES_STRIDE, RANKS_STRIDE,
+                N, N % BLOCK_N == 0, BLOCK_M, WINDOW,
             )  # fmt: skip
+            if GATED:
+                acc_up = _add_window(
+                    acc_up, own, row_g, r_g, n0 + n, expert, t_at + RANK_CAP, arena, places, ranks, 1, PLACES_STRIDE,
+                    RANKS_STRIDE, N, N % BLOCK_N == 0, BLOCK_M, WINDOW,
+                )  # fmt: skip
     mask = live[:, None] & (n0 + n < N)[None, :]
     if GATED:
         if ACT:
@@ -244,6 +276,7 @@ def expert_gemm(
     n0 = pid % (GROUP * columns) // size * BLOCK_N
     if WAIT == 1:
         gdc_wait()
+    if WAIT > 0:
         gdc_launch_dependents()
     expert, place, rows = _locate(starts, block, NUM_EXPERTS, EXPERTS_POW2, BLOCK_M, BY_PLACE)
     if rows > 0:
@@ -262,7 +295,6 @@ def expert_gemm(
             )  # fmt: skip
     elif WAIT == 2:
         gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -272,9 +304,8 @@ def combine(
     ids,
     weights,
     out,
-    token_slot,
+    token_row,
     ranks,
-    slot_row,
     D: tl.constexpr,
     TOP_K: tl.constexpr,
     RANKS_STRIDE: tl.constexpr,
@@ -288,9 +319,8 @@ def combine(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rank = 0
     if HAS_DELTA:
-        slot = tl.load(token_slot + token)
-        row = tl.load(slot_row + tl.maximum(slot, 0))
-        rank = tl.where(slot < 0, 0, tl.load(ranks + row * RANKS_STRIDE + 2))
+        row = tl.load(token_row + token)
+        rank = tl.where(row < 0, 0, tl.load(ranks + tl.maximum(row, 0) * RANKS_STRIDE + 2))
     acc = tl.zeros([BLOCK_N], tl.float32)
     if WAIT:
         gdc_wait()

@@ -11,7 +11,7 @@ from loraplex.kernels.devices import has_dependent_launch, has_tensor_descriptor
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.weights import LoRAWeights
 from loraplex.kernels.moe.pairs import PairOrder
-from loraplex.kernels.moe.tiles import WINDOW, has_tail
+from loraplex.kernels.moe.tiles import has_tail, rank_window
 from loraplex.kernels.tuning import TileConfig
 
 
@@ -88,9 +88,8 @@ def combine_pairs(
         ids_TK,
         weights_TK,
         out,
-        batch.token_slot if has_delta and batch is not None else None,
+        batch.token_row if has_delta and batch is not None else None,
         lora.ranks if has_delta and lora is not None else None,
-        batch.slot_row if has_delta and batch is not None else None,
         D=hidden,
         TOP_K=top_k,
         RANKS_STRIDE=lora.ranks.stride(0) if has_delta and lora is not None else 0,
@@ -151,7 +150,7 @@ def _launch(
         PLACES_STRIDE=lora.places.stride(0) if lora else 0,
         RANKS_STRIDE=lora.ranks.stride(0) if lora else 0,
         SLOTS_POW2=1 << (batch.slot_row.shape[0] - 1).bit_length() if batch else 1,
-        WINDOW=WINDOW if fused else 0,
+        WINDOW=rank_window(fused.capacity) if fused else 0,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,

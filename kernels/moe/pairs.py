@@ -2,7 +2,7 @@
 
 T tokens, K experts per token, P = T · K pairs (pair p belongs to token p // K), E experts, S slots. Pairs are sorted by
 (expert, slot), so that an expert's pairs lie together for its GEMM, and within them the pairs of one adapter for its
-matrices. Base pairs (slot −1) come first within their expert and belong to no adapter's chunk; pairs of foreign experts
+matrices. Base pairs (slot −1) come first within their expert; pairs of foreign experts
 (id −1) come last of all and belong to nothing. Everything is made on the device and nothing is read back.
 """
 
@@ -18,7 +18,10 @@ RANK_SORT_PAIRS = 2048
 
 @dataclass(frozen=True)
 class Chunks:
-    """Runs of at most `rows` sorted pairs with the same expert and slot. Entries from `num` on are undefined."""
+    """Runs of at most `rows` sorted pairs with the same expert and slot, base pairs too.
+
+    Entries from `num` on are undefined; with num None those with a key of −1 are no chunks.
+    """
 
     rows: int
     key: torch.Tensor
@@ -27,15 +30,15 @@ class Chunks:
     """int32 [C_max]: place of the first pair in the sorted order."""
     count: torch.Tensor
     """int32 [C_max]: pairs in the chunk."""
-    num: torch.Tensor
+    num: torch.Tensor | None
     """int32 [1], on the device."""
 
 
 @dataclass(frozen=True)
 class PairOrder:
     """Example: E 3, S 2, K 2, ids [[1, 0], [1, −1], [1, 0]], slots [1, 0, −1] → order [5, 1, 4, 2, 0, 3],
-    position [4, 1, 3, 5, 2, 0], starts [0, 2, 5, 5]; chunks of (expert, slot): (0, 1) from 1, (1, 0) from 3 and (1, 1)
-    from 4, one pair each."""
+    position [4, 1, 3, 5, 2, 0], starts [0, 2, 5, 5]; chunks of (expert, slot), from places 0 to 4: (0, −1), (0, 1),
+    (1, −1), (1, 0) and (1, 1), one pair each."""
 
     order_P: torch.Tensor
     """int32 [P]: pair at each place."""
@@ -52,7 +55,7 @@ class PairOrder:
 
 def max_chunks(num_pairs: int, num_experts: int, num_slots: int, rows: int) -> int:
     """Bound on the number of chunks: at most one that is not full for each (expert, slot) that occurs."""
-    return min(num_pairs, num_pairs // rows + num_experts * num_slots)
+    return min(num_pairs, num_pairs // rows + num_experts * (num_slots + 1))
 
 
 def order_pairs(
@@ -107,7 +110,7 @@ def _chunks_reference(sorted_P: torch.Tensor, num_experts: int, stride: int, row
     place_P = torch.arange(sorted_P.shape[0], device=sorted_P.device)
     rank_P = place_P - torch.searchsorted(sorted_P, sorted_P)
     ends_P = torch.searchsorted(sorted_P, sorted_P, right=True)
-    opens_P = (sorted_P < num_experts * stride) & (sorted_P % stride > 0) & (rank_P % rows == 0)
+    opens_P = (sorted_P < num_experts * stride) & (rank_P % rows == 0)
     start = place_P[opens_P]
     return Chunks(
         rows=rows,
@@ -118,30 +121,30 @@ def _chunks_reference(sorted_P: torch.Tensor, num_experts: int, stride: int, row
     )
 
 
-def _empty(ids_TK: torch.Tensor, num_experts: int, num_slots: int, chunk_rows: int | None) -> PairOrder:
+def _empty(
+    ids_TK: torch.Tensor, num_experts: int, most: int | None, chunk_rows: int | None, *, listed: bool = False
+) -> PairOrder:
     """Tables for the kernels to fill."""
 
     def ints(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int32, device=ids_TK.device)
 
-    pairs = ids_TK.numel()
-    chunks = None
-    if chunk_rows is not None:
-        most = max_chunks(pairs, num_experts, num_slots, chunk_rows)
-        chunks = Chunks(chunk_rows, ints(most), ints(most), ints(most), ints(1))
+    pairs, chunks = ids_TK.numel(), None
+    if chunk_rows is not None and most is not None:
+        chunks = Chunks(chunk_rows, ints(most), ints(most), ints(most), ints(1) if listed else None)
     return PairOrder(ints(pairs), ints(pairs), ints(num_experts + 1), chunks)
 
 
 def _rank_sort(
     ids_TK: torch.Tensor, token_slot: torch.Tensor | None, num_experts: int, num_slots: int, chunk_rows: int | None
 ) -> PairOrder:
-    """A pair's place is the number of pairs that come before it; a second launch lists the chunks."""
+    """A pair's place is the number of pairs that come before it. One launch: a chunk's entry is at its first place."""
     from loraplex.kernels.moe import _triton_pairs as kernels
 
-    out = _empty(ids_TK, num_experts, num_slots, chunk_rows)
-    pairs, block, chunks = ids_TK.numel(), 8, out.chunks
-    dependent = has_dependent_launch(ids_TK)
-    sorted_key, segment_start = (torch.empty_like(out.order_P) for _ in range(2)) if chunks else (None, None)
+    pairs, block = ids_TK.numel(), 8
+    out = _empty(ids_TK, num_experts, None if chunk_rows is None else pairs, chunk_rows)
+    chunks = out.chunks
+    padded = max(16, 1 << (pairs - 1).bit_length())
     kernels.rank_sort[(-(-pairs // block) + -(-(num_experts + 1) // block),)](
         ids_TK,
         token_slot,
@@ -149,34 +152,19 @@ def _rank_sort(
         out.order_P,
         out.position_P,
         out.starts,
-        sorted_key,
-        segment_start,
+        chunks.key if chunks else None,
+        chunks.start if chunks else None,
+        chunks.count if chunks else None,
         NUM_EXPERTS=num_experts,
         NUM_SLOTS=num_slots,
         TOP_K=ids_TK.shape[1],
-        SEGMENTS=chunks is not None,
+        ROWS=chunks.rows if chunks else 0,
         SHIFT=RANK_SORT_PAIRS.bit_length() - 1,
+        PAIRS_POW2=padded,
         BLOCK_I=block,
-        BLOCK_J=256 if chunks else 512,
-        DEPENDENT=dependent,
+        DEPENDENT=has_dependent_launch(ids_TK),
+        num_warps=8 if padded > 512 else 4,
     )
-    if chunks is not None:
-        kernels.list_chunks[(-(-pairs // 64),)](
-            sorted_key,
-            segment_start,
-            pairs,
-            chunks.key,
-            chunks.start,
-            chunks.count,
-            chunks.num,
-            LAST_KEY=num_experts * (num_slots + 1),
-            SLOT_STRIDE=num_slots + 1,
-            ROWS=chunks.rows,
-            BLOCK_I=64,
-            BLOCK_J=128,
-            DEPENDENT=dependent,
-            **({"launch_pdl": True} if dependent else {}),
-        )
     return out
 
 
@@ -186,8 +174,10 @@ def _count_sort(
     """Histogram per block of pairs, scan over blocks, scan over keys, scatter. Stable: no atomic decides an order."""
     from loraplex.kernels.moe import _triton_pairs as kernels
 
-    out = _empty(ids_TK, num_experts, num_slots, chunk_rows)
-    pairs, block, chunks = ids_TK.numel(), 512, out.chunks
+    pairs, block = ids_TK.numel(), 512
+    most = None if chunk_rows is None else max_chunks(pairs, num_experts, num_slots, chunk_rows)
+    out = _empty(ids_TK, num_experts, most, chunk_rows, listed=True)
+    chunks = out.chunks
     keys = num_experts * (num_slots + 1) + 1
     padded_keys = max(64, 1 << (keys - 1).bit_length())
     num_blocks = -(-pairs // block)

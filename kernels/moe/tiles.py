@@ -10,12 +10,12 @@ from loraplex.kernels.tuning import TileConfig, choose_tile
 
 ROW_FORM_PAIRS = 512
 """Up to here one program per pair wins: 412 of 512 pairs of 8 adapters have matrices of their own."""
+FEW_PAIRS = 64
+"""Below this many the programs of a launch do not fill the device: smaller tiles."""
 SEPARATE_PAIRS = 2048
 """Up to here expands are kernels of their own, beyond they run in the epilogues of the base GEMMs."""
 DECODE_CHUNK_ROWS = 16
 PREFILL_CHUNK_ROWS = 64
-WINDOW = 32
-"""Rank columns that one step of the fused expand takes."""
 
 
 def gate_up_tile(device: torch.device, pairs: int, experts: int, inner: int, hidden: int) -> TileConfig:
@@ -46,27 +46,46 @@ def down_tile(device: torch.device, pairs: int, experts: int, inner: int, hidden
     return choose_tile("expert_down", device, default, pairs, experts=experts, inner=inner, hidden=hidden)
 
 
+def rank_window(capacity: int) -> int:
+    """Rank columns that one step of the fused expand takes."""
+    return 32 if capacity <= 32 else 64
+
+
 def has_tail(tile: TileConfig) -> bool:
     """At 256 rows per expert a quarter of 128-row tiles is padding; half tiles for the last rows save half of it."""
     return tile.block_m >= 128
 
 
-def shrink_rows_tile(rank: int, width: int) -> TileConfig:
-    """Few rank rows, a long stretch of the inner dimension."""
+def shrink_rows_tile(pairs: int, rank: int, width: int) -> TileConfig:
+    """Few rank rows, a long stretch of the inner dimension; one warp when there are many programs anyway."""
+    if pairs >= FEW_PAIRS:
+        return TileConfig(block_r=4, block_k=512, num_warps=1)
     if rank > 32:
-        return TileConfig(block_r=8, block_k=512, num_warps=2)
-    return TileConfig(block_r=4, block_k=1024 if width > 512 else 512, num_warps=4 if width > 512 else 2)
+        return TileConfig(block_r=2, block_k=1024 if width > 512 else 512, num_warps=4)
+    return TileConfig(block_r=8, block_k=512, num_warps=2)
 
 
-SHRINK_CHUNKS = {
-    DECODE_CHUNK_ROWS: TileConfig(block_m=16, block_r=16, block_k=256, num_warps=2, num_stages=3),
-    PREFILL_CHUNK_ROWS: TileConfig(block_m=64, block_r=16, block_k=64, num_warps=4, num_stages=4),
-}
-"""block_r: rank rows of each part."""
+def expand_rows_tile(pairs: int) -> TileConfig:
+    """One warp, so that the sum over the rank stays within a thread or two: 21 µs where two warps take 44."""
+    return TileConfig(block_n=256 if pairs >= FEW_PAIRS else 128, block_r=16, num_warps=1)
+
+
+def shrink_chunks_tile(rows: int, rank: int) -> TileConfig:
+    """block_r: rank rows of each part."""
+    if rows == DECODE_CHUNK_ROWS:
+        return TileConfig(block_m=16, block_r=16, block_k=256, num_warps=2, num_stages=3)
+    return TileConfig(
+        block_m=64, block_r=16 if rank <= 16 else 32 if rank <= 32 else 64, block_k=64, num_warps=4, num_stages=4
+    )
+
+
+def parts_together(rows: int) -> bool:
+    """Whether one program shrinks gate and up: x is read once at prefill; decode wants more programs in flight."""
+    return rows != DECODE_CHUNK_ROWS
+
+
 ACTIVATE_ROWS = TileConfig(block_n=128, block_r=16, num_warps=1)
-"""One warp, so that the sum over the rank stays within a thread or two: 21 µs where two warps take 44."""
 ACTIVATE_CHUNKS = TileConfig(block_m=DECODE_CHUNK_ROWS, block_n=64, block_r=16, num_warps=2)
-EXPAND_ROWS = TileConfig(block_n=128, block_r=16, num_warps=1)
 EXPAND_CHUNKS = TileConfig(block_m=DECODE_CHUNK_ROWS, block_n=128, block_r=16, num_warps=2)
 
 

@@ -100,6 +100,7 @@ def lora_batch(lens: list[int], slots: list[int], slot_rows: list[int], chunk: i
 
     return LoRABatchInfo(
         token_slot=int32(token_slot),
+        token_row=int32([slot_rows[s] if s >= 0 else -1 for s in token_slot]),
         req_seg_indptr=torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32),
         req_weight_indices=int32(slots),
         slot_row=int32(slot_rows),
