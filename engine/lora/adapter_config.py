@@ -76,6 +76,8 @@ class AdapterConfig:
     peft_version: str | None
     by_unsloth: bool
     """The config says that Unsloth made the adapter, or that its base came from there."""
+    for_gpt_oss: bool
+    """The config's base model is called gpt-oss."""
     notes: tuple[str, ...]
 
     def rank(self, module: str) -> int:
@@ -98,6 +100,7 @@ def parse_config(text: bytes) -> AdapterConfig:
     """Reads the file's bytes. Raises AdapterError naming the field that is wrong or not supported."""
     fields = _load_object(text)
     _refuse_unsupported(fields)
+    origin = json.dumps([fields.get(k) for k in ("auto_mapping", "base_model_name_or_path")]).lower()
     return AdapterConfig(
         r=_rank("r", fields.get("r")),
         lora_alpha=_DEFAULT_ALPHA if fields.get("lora_alpha") is None else _alpha("lora_alpha", fields["lora_alpha"]),
@@ -106,8 +109,8 @@ def parse_config(text: bytes) -> AdapterConfig:
         alpha_pattern=_patterns(fields, "alpha_pattern", _alpha),
         target_parameters=_strings(fields, "target_parameters"),
         peft_version=_optional_string(fields, "peft_version"),
-        by_unsloth="unsloth"
-        in json.dumps([fields.get(k) for k in ("auto_mapping", "base_model_name_or_path")]).lower(),
+        by_unsloth="unsloth" in origin,
+        for_gpt_oss="gptoss" in origin.replace("-", "").replace("_", ""),
         notes=_unknown_fields(fields),
     )
 
@@ -134,6 +137,12 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
     for field, reason in _REFUSED_WHEN_SET.items():
         if _is_set(fields.get(field)):
             raise AdapterError(f"{field} is set: {reason}")
+    parameters = fields.get("target_parameters")
+    biases = (
+        [t for t in parameters if isinstance(t, str) and t.endswith("_bias")] if isinstance(parameters, list) else []
+    )
+    if biases:
+        raise AdapterError(f"target_parameters has {_show(biases[0])}: adapters of biases are not supported")
     init = fields.get("init_lora_weights", True)
     if init is not None and not isinstance(init, bool) and init not in _SAME_BASE_INITS:
         raise AdapterError(

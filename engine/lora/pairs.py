@@ -166,13 +166,19 @@ class _Shapes:
         A of n sites may have n · r rows: their own A's on top of each other.
         """
         sites = place.sites
+        may_hold_own_as = place.form != "expert" and not sites[0].is_interleaved
+        if place.form == "stack" and len(sites) > 1 and sites[0].is_interleaved:
+            raise AdapterError(
+                f"tensor {b!r}: this model's experts hold gate and up outputs in turn, and whether the tensor's rows "
+                "do so, or come in two halves, cannot be known; name gate_proj and up_proj apart"
+            )
         d_in, d_out = sites[0].in_features, sum(s.out_features for s in sites)
         num_experts = sites[0].num_experts if place.form == "stack" else None
         (rows, a_width), (b_rows, rank) = self._inner(a, num_experts), self._inner(b, num_experts)
         lead = "" if num_experts is None else f"{num_experts} or 1, "
         if a_width != d_in or rows == 0:
             raise AdapterError(f"tensor {a!r} is {self._show(a)} but this model needs [{lead}rank, {d_in}]")
-        if b_rows != d_out or rank == 0 or rows not in (rank, len(sites) * rank):
+        if b_rows != d_out or rank == 0 or rows not in (rank, len(sites) * rank if may_hold_own_as else rank):
             raise AdapterError(
                 f"tensor {b!r} is {self._show(b)} but this model and its lora_A need [{lead}{d_out}, {rows}]"
             )

@@ -5,6 +5,7 @@ name      = {"base_model.model."} module ".lora_" ("A" | "B") [".default"] [".we
 module    = dense site | parts | expert | stack | parameter
 parts     = dense parent ".qkv_proj" | ".gate_up_proj" | …              B's rows are split among the sites
 expert    = experts parent "." number "." projection                    one expert of an experts site
+          | experts parent "." ("gate_up_projs" | "down_projs") "." number     the same, as Unsloth unfolds gpt-oss
 stack     = experts parent "." projection | ".gate_up_proj"             3-D, all experts; ".weight" may be missing
 parameter = experts parent [".base_layer"]                              fused 3-D parameter, flattened (PEFT)
 
@@ -32,6 +33,9 @@ PARTS = {
 }
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_UNFOLDED = re.compile(
+    r"(?P<parent>.+\.experts)\.(?P<projection>gate_up_proj|down_proj)s\.(?P<index>0|[1-9][0-9]{0,5})"
+)
 
 _REASONS = (
     (r"\.lora_magnitude_vector", "DoRA (lora_magnitude_vector) is not supported"),
@@ -50,7 +54,7 @@ class Place:
 
     form: Literal["dense", "embedding", "expert", "stack", "parameter"]
     sites: tuple[SiteShape, ...]
-    """dense, embedding and stack: the site, or the parts of a fused projection in row order. expert: the experts site.
+    """dense, embedding, stack and expert: the site, or the parts of a fused projection in row order.
     parameter: gate, up and down of the layer; shapes tell which of them the tensors are for."""
     expert: int = 0
     is_base_layer: bool = False
@@ -91,6 +95,12 @@ class ExpertName:
 def split_expert(module: str) -> ExpertName | None:
     """`….experts.3.up_proj` → (`….experts`, 3, `up_proj`); None for a module that is not in an expert."""
     match = _EXPERT.fullmatch(module)
+    return ExpertName(match["parent"], int(match["index"]), match["projection"]) if match else None
+
+
+def split_unfolded(module: str) -> ExpertName | None:
+    """`….experts.gate_up_projs.3` → (`….experts`, 3, `gate_up_proj`); None for other modules."""
+    match = _UNFOLDED.fullmatch(module)
     return ExpertName(match["parent"], int(match["index"]), match["projection"]) if match else None
 
 
@@ -138,6 +148,11 @@ def _place_as_spelt(module: str, sites: Mapping[str, SiteShape]) -> Place | None
         site = sites.get(f"{expert.parent}.{MIXTRAL.get(expert.projection, expert.projection)}")
         if site is not None and site.kind == "experts" and expert.index < site.num_experts:
             return Place("expert", (site,), expert=expert.index)
+    if expert := split_unfolded(module):
+        names = PARTS.get(expert.projection, (expert.projection,))
+        found = _all_sites(expert.parent, names, sites, "experts")
+        fits = found and found[0].is_interleaved and expert.index < found[0].num_experts
+        return Place("expert", found, expert=expert.index) if found and fits else None
     is_base_layer = last == "base_layer"
     if projections := _all_sites(parent if is_base_layer else module, EXPERT_PROJECTIONS, sites, "experts"):
         return Place("parameter", projections, is_base_layer=is_base_layer)

@@ -75,7 +75,7 @@ def verify_adapter(folder: Path, model: Path, *, device: str, tokens: int, b_lay
 class _Run:
     def __init__(self, folder: Path, model: Path, device: str, tokens: int, b_layout: BLayout) -> None:
         self.device = resolve_device(device, 0)
-        self.spec = read_model_spec(model)
+        self.spec = read_model_spec(model, "--model")
         if not 1 <= tokens <= self.spec.context_length:
             raise ValueError(f"--tokens must be 1 to the model's {self.spec.context_length}, not {tokens}")
         self.model: CausalLM = build_model(self.spec, Parallel(), torch.float32, META)
