@@ -207,6 +207,10 @@ def _architecture(path: Path, raw: Mapping[str, Any]) -> str:
 
 
 def _refuse_unbuilt(path: Path, raw: Mapping[str, Any]) -> None:
+    if raw.get("model_type") == "mixtral" and raw.get("sliding_window"):
+        raise ValueError(
+            f"{path}: sliding_window is {raw['sliding_window']}; sliding-window attention is not supported"
+        )
     if raw.get("use_sliding_window"):
         raise ValueError(f"{path}: use_sliding_window is true; sliding-window attention is not supported")
     layer_types = raw.get("layer_types") or []
@@ -280,9 +284,18 @@ def _moe(read: _Fields, raw: Mapping[str, Any], config: PreTrainedConfig) -> Moe
     top_k = read.size("num_experts_per_tok")
     if top_k > num_experts:
         raise ValueError(f"{read.path}: num_experts_per_tok {top_k} is more than num_experts {num_experts}")
+    layers = range(read.size("num_hidden_layers"))
+    if config.model_type == "mixtral":
+        return MoeSpec(
+            num_experts=num_experts,
+            top_k=top_k,
+            intermediate_size=read.size("intermediate_size"),
+            norm_topk_prob=True,
+            sparse_layers=frozenset(layers),
+            shared_intermediate_size=0,
+        )
     step = read.size("decoder_sparse_step")
     dense = set(config.mlp_only_layers or [])
-    layers = range(read.size("num_hidden_layers"))
     shared = read.size("shared_expert_intermediate_size") if config.model_type == "qwen2_moe" else 0
     return MoeSpec(
         num_experts=num_experts,

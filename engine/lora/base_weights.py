@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 
 from loraplex.engine.lora.adapter import SiteShape
+from loraplex.engine.models.mixtral import published_name
 from loraplex.engine.weights import EMBEDDING, HEAD, checked_slice, checkpoint_files, open_weights
 
 
@@ -38,12 +39,12 @@ class BaseWeights:
         if site.kind == "embedding":
             return self.slice(EMBEDDING, shape[::-1])[:].float().T
         if site.kind == "dense":
-            name = f"{site.path}.weight"
+            name = self._as_stored(f"{site.path}.weight")
             if name == HEAD and name not in self._file_of:
                 name = EMBEDDING  # tied
             return self.slice(name, shape)[:].float()
         parent, _, projection = site.path.rpartition(".")
-        name = f"{parent}.{expert}.{projection}.weight"
+        name = self._as_stored(f"{parent}.{expert}.{projection}.weight")
         if name in self._file_of:
             return self.slice(name, shape)[:].float()
         is_down = projection == "down_proj"
@@ -60,6 +61,10 @@ class BaseWeights:
     def is_quantised(self, site: SiteShape) -> bool:
         """Whether the experts' weights are there in MXFP4 only, which is not read."""
         return f"{site.path.rpartition('.')[0]}.down_proj_blocks" in self
+
+    def _as_stored(self, name: str) -> str:
+        published = published_name(name)
+        return published if published in self else name
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of

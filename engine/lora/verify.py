@@ -82,7 +82,7 @@ class _Run:
         sites = lora_sites(self.model)
         self.adapter = read_adapter(folder, sites, max_rank=ANY_RANK, moe_lora_b_layout=b_layout)
         self.weights = BaseWeights(model)
-        shapes = {name: owned.shape for name, owned in owned_tensors(self.model).items()}
+        shapes = {name: owned.shape for name, owned in owned_tensors(self.model).items() if owned.fills == (name,)}
         shapes["lm_head.weight"] = (self.spec.vocab_size, self.spec.hidden_size)
         self.merge = AdapterMerge(folder, shapes, expert_major_b=b_layout == "expert-major")
         generator = torch.Generator().manual_seed(0)

@@ -132,6 +132,22 @@ def test_other_architectures(arch: str, kind: str) -> None:
         assert_matches(engine, id, oracle, prompt, folder if name else None)
 
 
+MIXTRAL_KINDS = ("A1", "MIXTRAL", "EXP", "FUSED", "STACK", "OUTER", "ROUTER", "ALL")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_mixtral_and_adapters_of_either_generation(fused: bool) -> None:
+    """Files of `block_sparse_moe` and w1, w3, w2, or of transformers 5; adapters with either names in one batch."""
+    model = models.make_t1("mixtral", fused=fused)
+    folders = {kind: make_adapter(model, kind, r=2 + i, seed=i) for i, kind in enumerate(MIXTRAL_KINDS)}
+    engine, oracle = TestEngine(model, folders), Oracle(model)
+    prompt = prompt_of(15)
+    jobs = {name: engine.submit(prompt, name, logprobs=5, prompt_logprobs=1) for name in (*folders, None)}
+    engine.run()
+    for name, id in jobs.items():
+        assert_matches(engine, id, oracle, prompt, folders.get(name or ""))
+
+
 @pytest.mark.parametrize("norm", [True, False])
 def test_router_normalisation_follows_the_config(norm: bool) -> None:
     """Field case G33."""

@@ -46,6 +46,8 @@ def test_every_layout_agrees_with_its_merge(kind: str, num_experts: int, capsys:
         ("qwen3_moe", {"fused": True, "max_shard_size": "100KB"}),
         ("qwen3_moe", {"tie_word_embeddings": True}),
         ("qwen2_moe", {}),
+        ("mixtral", {}),
+        ("mixtral", {"fused": True}),
         ("qwen3", {}),
         ("llama", {"attention_bias": True}),
     ],
