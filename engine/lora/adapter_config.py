@@ -9,6 +9,7 @@ from loraplex.engine.lora.errors import AdapterError
 from loraplex.engine.lora.patterns import PatternTable
 
 CONFIG_FILE = "adapter_config.json"
+TIED = ("embed_tokens", "lm_head")
 _DEFAULT_ALPHA = 8  # what PEFT takes when lora_alpha is missing
 
 _SAME_BASE_INITS = ("gaussian", "eva", "orthogonal", "mica")
@@ -32,7 +33,6 @@ _WITHOUT_EFFECT = {
     "auto_mapping",
     "base_model_name_or_path",
     "corda_config",
-    "ensure_weight_tying",
     "eva_config",
     "exclude_modules",
     "fan_in_fan_out",
@@ -60,6 +60,7 @@ _READ = {
     "rank_pattern",
     "alpha_pattern",
     "target_parameters",
+    "ensure_weight_tying",
     "bias",
     "init_lora_weights",
 }
@@ -73,6 +74,8 @@ class AdapterConfig:
     rank_pattern: PatternTable
     alpha_pattern: PatternTable
     target_parameters: tuple[str, ...]
+    ensure_weight_tying: bool
+    """A tied head was adapted by the embedding's own matrices."""
     peft_version: str | None
     by_unsloth: bool
     """The config says that Unsloth made the adapter, or that its base came from there."""
@@ -85,14 +88,23 @@ class AdapterConfig:
         value = self.rank_pattern.find(module)
         return self.r if value is None else int(value)
 
+    def states_rank(self, module: str) -> bool:
+        """Whether the config's rank of this module counts for its scale, and not its tensors'."""
+        return self.ensure_weight_tying and module.rpartition(".")[2] in TIED
+
     def scale(self, module: str, rank: int) -> float:
         """alpha/r, or alpha/√r with use_rslora: `rank` of the tensors, alpha after alpha_pattern.
+
+        A tied embedding and head share matrices, and so their rank, but PEFT trains each with the rank and alpha that
+        the config states for its own name.
 
         Args:
             module: name as PEFT matches it: without prefix, `….experts.gate_up_proj` for a fused parameter.
         """
         value = self.alpha_pattern.find(module)
         alpha = self.lora_alpha if value is None else value
+        if self.states_rank(module):
+            rank = self.rank(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
@@ -108,6 +120,7 @@ def parse_config(text: bytes) -> AdapterConfig:
         rank_pattern=_patterns(fields, "rank_pattern", _rank),
         alpha_pattern=_patterns(fields, "alpha_pattern", _alpha),
         target_parameters=_strings(fields, "target_parameters"),
+        ensure_weight_tying=_flag(fields, "ensure_weight_tying"),
         peft_version=_optional_string(fields, "peft_version"),
         by_unsloth="unsloth" in origin,
         for_gpt_oss="gptoss" in origin.replace("-", "").replace("_", ""),

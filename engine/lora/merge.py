@@ -161,6 +161,12 @@ class AdapterMerge:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 alpha = value
                 break
+        if self._config.get("ensure_weight_tying") and module.endswith(("embed_tokens", "lm_head")):
+            rank = self._config["r"]  # what PEFT scales by, though both have the rank of the one that was created first
+            for pattern, value in (self._config.get("rank_pattern") or {}).items():
+                if re.match(rf"(.*\.)?({pattern})$", module):
+                    rank = value
+                    break
         return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _num_experts(self, parent: str) -> int:

@@ -8,7 +8,7 @@ from loraplex.engine.lora.adapter_config import CONFIG_FILE, AdapterConfig
 from loraplex.engine.lora.errors import AdapterError
 from loraplex.engine.lora.fused_experts import PARAMETERS, ParameterFit, Role, choose_role, fit_shapes
 from loraplex.engine.lora.tensor_file import TENSOR_FILE, Entry
-from loraplex.engine.lora.tensor_names import Place, copied_site, find_place, parse_name, refuse_known
+from loraplex.engine.lora.tensor_names import Place, copied_site, find_place, homeless_reason, parse_name, refuse_known
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,13 @@ def match_names(entries: Mapping[str, Entry], sites: Mapping[str, SiteShape], *,
             raise AdapterError(f"tensors {other!r} and {name!r} are for the same place")
         of_module[parsed.factor] = name
     if not factors:
-        first = f" (first: {ignored[0]!r})" if ignored else ""
+        first = f" (first: {ignored[0]!r}{homeless_reason(ignored[0])})" if ignored else ""
         raise AdapterError(f"no tensor of {TENSOR_FILE} has a place in this model{first}: was it made for another one?")
     if ignored and strict:
         more = f" (and {len(ignored) - 1} more)" if len(ignored) > 1 else ""
         raise AdapterError(
-            f"tensor {ignored[0]!r}{more} has no place in this model; --no-lora-strict-loading ignores such tensors"
+            f"tensor {ignored[0]!r}{more} has no place in this model{homeless_reason(ignored[0])}; "
+            "--no-lora-strict-loading ignores such tensors"
         )
     return Names({module: _both(found) for module, found in factors.items()}, ignored, notes)
 
@@ -111,12 +112,20 @@ def make_pairs(
 def rank_notes(pairs: Iterable[Pair], config: AdapterConfig) -> list[str]:
     """A remark when the config states other ranks than the tensors have."""
     different = [(p, stated) for p in pairs if (stated := config.rank(p.module)) != p.rank]
+    notes = [
+        f"{pair.module!r} has rank {pair.rank}; its scale is of rank {stated}, which {CONFIG_FILE} states, as in PEFT "
+        "with ensure_weight_tying"
+        for pair, stated in different
+        if config.states_rank(pair.module)
+    ]
+    different = [(pair, stated) for pair, stated in different if not config.states_rank(pair.module)]
     if not different:
-        return []
+        return notes
     pair, stated = different[0]
     return [
+        *notes,
         f"{len(different)} modules have another rank than {CONFIG_FILE} states (first: {pair.module!r} has "
-        f"{pair.rank}, stated {stated}); the tensors' rank is used"
+        f"{pair.rank}, stated {stated}); the tensors' rank is used",
     ]
 
 

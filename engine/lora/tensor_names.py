@@ -41,9 +41,22 @@ _REASONS = (
     (r"\.lora_magnitude_vector", "DoRA (lora_magnitude_vector) is not supported"),
     (r"\.token_adapter\.", "trained token embeddings (trainable_token_indices) are not supported"),
     (r"\.embed_tokens\.(?!lora_embedding_)", "of embed_tokens only lora_embedding_A and _B are supported"),
+    (r"\.e_score_correction_bias", "trained router biases (e_score_correction_bias) are not supported"),
     (r"\.lora_B(\.default)?\.bias$", "a bias in lora_B (lora_bias) is not supported"),
     (r"\.bias$", "trained biases (bias) are not supported"),
     (r"^(?!.*\.lora_).*\.weight$", "replaced whole weights (modules_to_save) are not supported"),
+)
+_ELSEWHERE = tuple(
+    (re.compile(rf"\.(?:{modules})\.lora_"), reason)
+    for modules, reason in (
+        (
+            "q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|fused_qkv_a_proj_with_mqa",
+            "a projection of latent attention (MLA)",
+        ),
+        ("mlp.gate|block_sparse_moe.gate|mlp.router", "a router of this name"),
+        (r"(?:mlp|block_sparse_moe)\.experts(?:\..+)?", "routed experts of this name or number"),
+        (r"shared_experts?\.\w+|shared_expert_gate", "a shared expert of this name"),
+    )
 )
 _REASONS_COMPILED = tuple((re.compile(pattern), reason) for pattern, reason in _REASONS)
 
@@ -157,6 +170,14 @@ def _place_as_spelt(module: str, sites: Mapping[str, SiteShape]) -> Place | None
     if projections := _all_sites(parent if is_base_layer else module, EXPERT_PROJECTIONS, sites, "experts"):
         return Place("parameter", projections, is_base_layer=is_base_layer)
     return None
+
+
+def homeless_reason(name: str) -> str:
+    """What is known of a tensor that has no place in the model: for which kind of model it was made."""
+    for pattern, reason in _ELSEWHERE:
+        if pattern.search(name):
+            return f" ({reason}, which this model does not have)"
+    return ""
 
 
 def refuse_known(name: str) -> None:
