@@ -53,7 +53,7 @@ def infer_sites(folder: Path) -> dict[str, PlainSite]:
     config = read_config(folder)
     dense: dict[str, PlainSite] = {}
     groups: dict[str, _ExpertGroup] = {}
-    num_experts = 0
+    num_experts, is_gpt_oss = 0, config.for_gpt_oss
     for module, f in _modules(folder):
         parent, _, last = module.rpartition(".")
         last = MIXTRAL.get(last, last)
@@ -66,6 +66,7 @@ def infer_sites(folder: Path) -> dict[str, PlainSite]:
             group.widths[MIXTRAL.get(expert.projection, expert.projection)] = _matrix_widths(f)
             num_experts = max(num_experts, expert.index + 1)
         elif unfolded:
+            is_gpt_oss = True  # no other model is unfolded so
             widths = groups.setdefault(unfolded.parent, _ExpertGroup()).widths
             for part in PARTS.get(unfolded.projection, (unfolded.projection,)):
                 widths[part] = (f.a[1], f.b[0] // len(PARTS.get(unfolded.projection, (part,))))
@@ -86,7 +87,7 @@ def infer_sites(folder: Path) -> dict[str, PlainSite]:
         else:
             _complete(group)
     experts = [
-        PlainSite(f"{parent}.{projection}", "experts", d_in, d_out, num_experts, config.for_gpt_oss, config.for_gpt_oss)
+        PlainSite(f"{parent}.{projection}", "experts", d_in, d_out, num_experts, is_gpt_oss, is_gpt_oss)
         for parent, group in groups.items()
         for projection, (d_in, d_out) in group.widths.items()
     ]

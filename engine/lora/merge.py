@@ -1,7 +1,8 @@
 """A second, separate reading of adapter files, for `verify`: W' = W + scale · B A as the formats define it.
 
 Shares no code with the reader, so that one mistake cannot hide in both. It is slower, checks little, and knows nothing
-of sites: a delta is addressed to a weight of the checkpoint, one expert at a time. E experts, H hidden, I expert width.
+of sites: a delta is addressed to a weight of the checkpoint, one expert at a time. It knows the layouts of the models
+that are served, so not those of gpt-oss. E experts, H hidden, I expert width.
 """
 
 import json

@@ -47,15 +47,15 @@ _REASONS = (
     (r"^(?!.*\.lora_).*\.weight$", "replaced whole weights (modules_to_save) are not supported"),
 )
 _ELSEWHERE = tuple(
-    (re.compile(rf"\.(?:{modules})\.lora_"), reason)
+    (re.compile(rf"\.(?:{modules})\."), reason)
     for modules, reason in (
         (
             "q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|fused_qkv_a_proj_with_mqa",
             "a projection of latent attention (MLA)",
         ),
         ("mlp.gate|block_sparse_moe.gate|mlp.router", "a router of this name"),
-        (r"(?:mlp|block_sparse_moe)\.experts(?:\..+)?", "routed experts of this name or number"),
-        (r"shared_experts?\.\w+|shared_expert_gate", "a shared expert of this name"),
+        ("mlp.experts|block_sparse_moe.experts", "routed experts of this name or number"),
+        ("shared_experts?|shared_expert_gate", "a shared expert of this name"),
     )
 )
 _REASONS_COMPILED = tuple((re.compile(pattern), reason) for pattern, reason in _REASONS)

@@ -79,9 +79,9 @@ def test_a_report_without_the_model_agrees_with_one_of_the_model(
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_relative_norms(capsys: pytest.CaptureFixture[str], kind: str, fused: bool) -> None:
-    model = make_t1(num_hidden_layers=2, fused=fused)
+@pytest.mark.parametrize(("arch", "kind"), [*(("qwen3_moe", kind) for kind in KINDS), ("mixtral", "ALL")])
+def test_relative_norms(capsys: pytest.CaptureFixture[str], arch: str, kind: str, fused: bool) -> None:
+    model = make_t1(arch, num_hidden_layers=2, fused=fused)
     folder = make_adapter(model, kind, r=3, use_rslora=True)
     report = inspect(capsys, folder, "--model", model)
     base = Oracle(model).base.state_dict()

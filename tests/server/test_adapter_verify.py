@@ -69,6 +69,16 @@ def test_other_checkpoints_embedding_and_head(tmp_path: Path, arch: str, options
     assert min(effects["model.layers.1"], effects["lm_head"], effects["model.embed_tokens"]) > 0.1
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", ["A1", "MIXTRAL", "STACK", "ALL"])
+def test_layouts_on_mixtral(kind: str, fused: bool) -> None:
+    model = make_t1("mixtral", fused=fused)
+    folder = make_adapter(model, kind, r=3, std=0.15)
+    rows = list(verify.verify_adapter(folder, model, device=DEVICE, tokens=37, b_layout="rank-major"))
+    assert all(row.difference <= 1e-5 * row.size and row.site_error <= 1e-4 for row in rows)
+    assert {row.name for row in rows if row.site} == {f"model.layers.{i}" for i in range(3)}
+
+
 def test_a_tied_head_with_patterns_of_its_own() -> None:
     model = make_t1(tie_word_embeddings=True)
     patterns = {"rank_pattern": {"embed_tokens": 5}, "alpha_pattern": {"lm_head": 24}, "ensure_weight_tying": True}

@@ -2,6 +2,7 @@
 own. There is no such model in the engine; the truth is PEFT's forward over transformers, and the factors themselves."""
 
 import json
+import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from kit import cache
 from kit.adapters import Factors, fused_pair, pair, write_adapter
 from kit.oracle import assert_logprobs_close
 from kit.sites import assert_deltas_equal
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -282,7 +284,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], unfolded: b
         rank_pattern=patterns,
         alpha_pattern=patterns,
         target_parameters=BOTH,
-        base_model_name_or_path="openai/gpt-oss-20b",
+        base_model_name_or_path="/models/x" if unfolded else "openai/gpt-oss-20b",
     )
     config_only = tmp_path / "config-only"
     config_only.mkdir()
@@ -311,6 +313,23 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], unfolded: b
             float(deltas.norm() / torch.stack(weights).detach().norm()), rel=1e-4
         )
         assert bare["relative_norm"] is None
+
+
+def test_inspect_beside_quantised_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The published files hold the experts in MXFP4: only their norms cannot be told."""
+    model = Path(shutil.copytree(checkpoint(), tmp_path / "model"))
+    weights = load_file(model / "model.safetensors")
+    for name in [n for n in weights if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        del weights[name]
+        weights |= {f"{name}_{part}": torch.zeros(NUM_EXPERTS, 4, dtype=torch.uint8) for part in ("blocks", "scales")}
+    save_file(weights, model / "model.safetensors")
+    tensors = fused(experts(24), BOTH, exchanged=False)
+    tensors |= pair("model.layers.0.self_attn.q_proj", torch.ones(3, 64), torch.ones(64, 3))
+    folder = write_adapter(tmp_path / "adapter", tensors, target_parameters=BOTH)
+    report = json.loads(run(capsys, "inspect", folder, "--model", model, "--json"))
+    norms = {m["module"]: m["relative_norm"] for m in report["modules"]}
+    assert norms.pop("q_proj") > 0
+    assert norms == dict.fromkeys(["experts.gate_proj", "experts.up_proj", "experts.down_proj"])
 
 
 def test_other_tools_say_that_the_model_is_not_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
