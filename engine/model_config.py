@@ -72,12 +72,22 @@ class ModelSpec:
         return num_tokens, parallel.local_units(self.num_kv_heads), self.head_dim
 
 
-def read_model_spec(folder: str | Path) -> ModelSpec:
-    """Reads `folder`/config.json. Raises ValueError naming file and field for whatever cannot be served."""
+def read_config_json(folder: str | Path, argument: str = "--model-path") -> tuple[Path, dict[str, Any]]:
+    """Path and content of `folder`/config.json. Raises ValueError, naming the argument that gave the folder."""
     path = Path(folder) / "config.json"
     raw = _read_json(path)
     if raw is None:
-        raise ValueError(f"{path} does not exist: --model-path must be a folder with config.json and safetensors")
+        raise ValueError(f"{path} does not exist: {argument} must be a folder with config.json and safetensors")
+    return path, raw
+
+
+def read_model_spec(folder: str | Path, argument: str = "--model-path") -> ModelSpec:
+    """Reads `folder`/config.json. Raises ValueError naming file and field for whatever cannot be served.
+
+    Args:
+        argument: what the user gave the folder by.
+    """
+    path, raw = read_config_json(folder, argument)
     architecture = _architecture(path, raw)
     _refuse_unbuilt(path, raw)
     rope_type = _check_rope(path, raw)
@@ -115,7 +125,7 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
         qkv_bias=bool(getattr(config, "qkv_bias", attention_bias)),
         o_bias=attention_bias,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        dtype=_dtype(path, raw),
+        dtype=checkpoint_dtype(path, raw),
         rope=_rope(path, config, rope_type, head_dim),
         moe=_moe(read, raw, config) if ARCHITECTURES[architecture].is_moe else None,
     )
@@ -197,6 +207,10 @@ def _architecture(path: Path, raw: Mapping[str, Any]) -> str:
 
 
 def _refuse_unbuilt(path: Path, raw: Mapping[str, Any]) -> None:
+    if raw.get("model_type") == "mixtral" and raw.get("sliding_window"):
+        raise ValueError(
+            f"{path}: sliding_window is {raw['sliding_window']}; sliding-window attention is not supported"
+        )
     if raw.get("use_sliding_window"):
         raise ValueError(f"{path}: use_sliding_window is true; sliding-window attention is not supported")
     layer_types = raw.get("layer_types") or []
@@ -270,9 +284,18 @@ def _moe(read: _Fields, raw: Mapping[str, Any], config: PreTrainedConfig) -> Moe
     top_k = read.size("num_experts_per_tok")
     if top_k > num_experts:
         raise ValueError(f"{read.path}: num_experts_per_tok {top_k} is more than num_experts {num_experts}")
+    layers = range(read.size("num_hidden_layers"))
+    if config.model_type == "mixtral":
+        return MoeSpec(
+            num_experts=num_experts,
+            top_k=top_k,
+            intermediate_size=read.size("intermediate_size"),
+            norm_topk_prob=True,
+            sparse_layers=frozenset(layers),
+            shared_intermediate_size=0,
+        )
     step = read.size("decoder_sparse_step")
     dense = set(config.mlp_only_layers or [])
-    layers = range(read.size("num_hidden_layers"))
     shared = read.size("shared_expert_intermediate_size") if config.model_type == "qwen2_moe" else 0
     return MoeSpec(
         num_experts=num_experts,
@@ -284,7 +307,8 @@ def _moe(read: _Fields, raw: Mapping[str, Any], config: PreTrainedConfig) -> Moe
     )
 
 
-def _dtype(path: Path, raw: Mapping[str, Any]) -> torch.dtype:
+def checkpoint_dtype(path: Path, raw: Mapping[str, Any]) -> torch.dtype:
+    """What config.json says of the weights' type; float32 when nothing."""
     names = {str(raw[key]).removeprefix("torch.") for key in ("dtype", "torch_dtype") if raw.get(key) is not None}
     if len(names) > 1:
         raise ValueError(f"{path}: dtype and torch_dtype disagree")

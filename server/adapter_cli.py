@@ -74,22 +74,25 @@ def _inspect(args: argparse.Namespace) -> None:
 def _verify(args: argparse.Namespace) -> None:
     from loraplex.engine.lora.verify import verify_adapter
 
-    print(f"{'':24}{'difference':>12}{'effect':>12}{'largest value':>16}")
+    rows = verify_adapter(args.adapter, args.model, device=args.device, tokens=args.tokens, b_layout=args.lora_b_layout)
     wrong = []
-    for c in verify_adapter(
-        args.adapter, args.model, device=args.device, tokens=args.tokens, b_layout=args.lora_b_layout
-    ):
+    for i, c in enumerate(rows):
+        if i == 0:
+            print(f"{'':24}{'difference':>12}{'effect':>12}{'largest value':>16}{'site error':>12}")
         is_good = c.within(args.tol)
-        print(
-            f"{c.name:24}{c.difference:12.3g}{c.effect:12.3g}{c.size:16.4g}{'' if is_good else '  MISMATCH'}",
-            flush=True,
-        )
+        site_error = f"{c.site_error:12.3g}  {c.site.removeprefix(c.name + '.')}" if c.site else ""
+        line = f"{c.name:24}{c.difference:12.3g}{c.effect:12.3g}{c.size:16.4g}{site_error}"
+        print(line + ("" if is_good else "  MISMATCH"), flush=True)
         if not is_good:
             wrong.append(c)
     if wrong:
         first = wrong[0]
+        where = (
+            "" if first.sites_within(args.tol) else f"; an output of {first.site} by {first.site_error:.3g} of its norm"
+        )
         raise ValueError(
-            f"{first.name} differs by {first.difference:.3g} from the merged weights ({len(wrong)} mismatches in all)"
+            f"{first.name} differs by {first.difference:.3g} from the merged weights{where} "
+            f"({len(wrong)} mismatches in all)"
         )
     print("the adapter does here what merging it into the weights does")
 

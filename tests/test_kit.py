@@ -104,11 +104,13 @@ def test_deltas_are_the_factors_product(t1: Path) -> None:
     assert torch.allclose(deltas["model.layers.1.mlp.experts.gate_up_proj"], 2 * (b @ a), atol=1e-6)
 
 
-@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3", "llama"])
-def test_relatives_load_and_take_adapters(arch: str) -> None:
+@pytest.mark.parametrize(
+    ("arch", "kind"), [("qwen2_moe", "SHARED"), ("mixtral", "MIXTRAL"), ("qwen3", "MLP"), ("llama", "MLP")]
+)
+def test_relatives_load_and_take_adapters(arch: str, kind: str) -> None:
     model = make_t1(arch)
     oracle = Oracle(model)
-    adapter = make_adapter(model, "SHARED" if arch == "qwen2_moe" else "MLP", std=0.2)
+    adapter = make_adapter(model, kind, std=0.2)
     assert (oracle.logprobs(IDS, adapter) - oracle.logprobs(IDS)).abs().max() > 0.1
 
 

@@ -27,6 +27,27 @@ class SiteShape(Protocol):
     def num_experts(self) -> int:
         """Routed experts of the layer; 0 or without meaning elsewhere."""
 
+    @property
+    def is_interleaved(self) -> bool:
+        """Routed experts whose fused gate_up parameter has gate and up outputs in turn (gpt-oss), not in two halves."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Routed experts that the checkpoint stores as [E, in, out] (gpt-oss), not [E, out, in]."""
+
+
+@dataclass(frozen=True)
+class PlainSite:
+    """A site known by its shape alone, without a layer of the model."""
+
+    path: str
+    kind: Literal["dense", "embedding", "experts"]
+    in_features: int
+    out_features: int
+    num_experts: int = 0
+    is_interleaved: bool = False
+    is_transposed: bool = False
+
 
 @dataclass(frozen=True)
 class SiteDelta:

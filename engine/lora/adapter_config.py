@@ -9,6 +9,7 @@ from loraplex.engine.lora.errors import AdapterError
 from loraplex.engine.lora.patterns import PatternTable
 
 CONFIG_FILE = "adapter_config.json"
+TIED = ("embed_tokens", "lm_head")
 _DEFAULT_ALPHA = 8  # what PEFT takes when lora_alpha is missing
 
 _SAME_BASE_INITS = ("gaussian", "eva", "orthogonal", "mica")
@@ -32,7 +33,6 @@ _WITHOUT_EFFECT = {
     "auto_mapping",
     "base_model_name_or_path",
     "corda_config",
-    "ensure_weight_tying",
     "eva_config",
     "exclude_modules",
     "fan_in_fan_out",
@@ -60,6 +60,7 @@ _READ = {
     "rank_pattern",
     "alpha_pattern",
     "target_parameters",
+    "ensure_weight_tying",
     "bias",
     "init_lora_weights",
 }
@@ -73,9 +74,13 @@ class AdapterConfig:
     rank_pattern: PatternTable
     alpha_pattern: PatternTable
     target_parameters: tuple[str, ...]
+    ensure_weight_tying: bool
+    """A tied head was adapted by the embedding's own matrices."""
     peft_version: str | None
     by_unsloth: bool
     """The config says that Unsloth made the adapter, or that its base came from there."""
+    for_gpt_oss: bool
+    """The config's base model is called gpt-oss."""
     notes: tuple[str, ...]
 
     def rank(self, module: str) -> int:
@@ -83,14 +88,23 @@ class AdapterConfig:
         value = self.rank_pattern.find(module)
         return self.r if value is None else int(value)
 
+    def states_rank(self, module: str) -> bool:
+        """Whether the config's rank of this module counts for its scale, and not its tensors'."""
+        return self.ensure_weight_tying and module.rpartition(".")[2] in TIED
+
     def scale(self, module: str, rank: int) -> float:
         """alpha/r, or alpha/√r with use_rslora: `rank` of the tensors, alpha after alpha_pattern.
+
+        A tied embedding and head share matrices, and so their rank, but PEFT trains each with the rank and alpha that
+        the config states for its own name.
 
         Args:
             module: name as PEFT matches it: without prefix, `….experts.gate_up_proj` for a fused parameter.
         """
         value = self.alpha_pattern.find(module)
         alpha = self.lora_alpha if value is None else value
+        if self.states_rank(module):
+            rank = self.rank(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
@@ -98,6 +112,7 @@ def parse_config(text: bytes) -> AdapterConfig:
     """Reads the file's bytes. Raises AdapterError naming the field that is wrong or not supported."""
     fields = _load_object(text)
     _refuse_unsupported(fields)
+    origin = json.dumps([fields.get(k) for k in ("auto_mapping", "base_model_name_or_path")]).lower()
     return AdapterConfig(
         r=_rank("r", fields.get("r")),
         lora_alpha=_DEFAULT_ALPHA if fields.get("lora_alpha") is None else _alpha("lora_alpha", fields["lora_alpha"]),
@@ -105,9 +120,10 @@ def parse_config(text: bytes) -> AdapterConfig:
         rank_pattern=_patterns(fields, "rank_pattern", _rank),
         alpha_pattern=_patterns(fields, "alpha_pattern", _alpha),
         target_parameters=_strings(fields, "target_parameters"),
+        ensure_weight_tying=_flag(fields, "ensure_weight_tying"),
         peft_version=_optional_string(fields, "peft_version"),
-        by_unsloth="unsloth"
-        in json.dumps([fields.get(k) for k in ("auto_mapping", "base_model_name_or_path")]).lower(),
+        by_unsloth="unsloth" in origin,
+        for_gpt_oss="gptoss" in origin.replace("-", "").replace("_", ""),
         notes=_unknown_fields(fields),
     )
 
@@ -134,6 +150,12 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
     for field, reason in _REFUSED_WHEN_SET.items():
         if _is_set(fields.get(field)):
             raise AdapterError(f"{field} is set: {reason}")
+    parameters = fields.get("target_parameters")
+    biases = (
+        [t for t in parameters if isinstance(t, str) and t.endswith("_bias")] if isinstance(parameters, list) else []
+    )
+    if biases:
+        raise AdapterError(f"target_parameters has {_show(biases[0])}: adapters of biases are not supported")
     init = fields.get("init_lora_weights", True)
     if init is not None and not isinstance(init, bool) and init not in _SAME_BASE_INITS:
         raise AdapterError(

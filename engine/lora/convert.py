@@ -24,7 +24,7 @@ from loraplex.engine.lora.errors import AdapterError
 from loraplex.engine.lora.fused_experts import BLayout, flatten
 from loraplex.engine.lora.infer import infer_sites
 from loraplex.engine.lora.model_sites import read_sites
-from loraplex.engine.lora.reader import read_adapter, read_config_object
+from loraplex.engine.lora.reader import read_adapter, read_config, read_config_object
 from loraplex.engine.lora.report import ANY_RANK
 from loraplex.engine.lora.tensor_file import TENSOR_FILE, open_tensors
 from loraplex.engine.lora.tensor_names import EXPERT_PROJECTIONS, MIXTRAL, parse_name, split_expert
@@ -53,8 +53,9 @@ def convert_adapter(
     if target.exists():
         raise ValueError(f"{target} exists already; name a new folder")
     config = read_config_object(source)
-    _refuse_interleaved(config)
     sites: Mapping[str, SiteShape] = infer_sites(source) if model is None else read_sites(model)[0]
+    if read_config(source).for_gpt_oss or any(site.is_interleaved for site in sites.values()):
+        raise AdapterError("adapters of gpt-oss have only one layout: its experts hold gate and up outputs in turn")
     if model is None and layout == "fused":
         _check_all_experts(source, sites)
     before = read_adapter(source, sites, max_rank=ANY_RANK, moe_lora_b_layout=b_layout)
@@ -190,13 +191,6 @@ def _check_all_experts(folder: Path, sites: Mapping[str, SiteShape]) -> None:
                 f"{path!r} has no tensors for expert {min(missing)}: the model's number of experts cannot be known "
                 "from the adapter's files alone; give the model with --model"
             )
-
-
-def _refuse_interleaved(config: Mapping[str, object]) -> None:
-    """gpt-oss has gate and up rows in turn, and no matrices per expert that an adapter could name."""
-    made_for = json.dumps([config.get(k) for k in ("auto_mapping", "base_model_name_or_path")]).lower()
-    if "gptoss" in made_for.replace("-", "").replace("_", ""):
-        raise AdapterError("adapters of gpt-oss have only one layout: its experts hold gate and up rows in turn")
 
 
 def _compare(before: HostAdapter, after: HostAdapter) -> None:

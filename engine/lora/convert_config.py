@@ -64,7 +64,7 @@ def converted_config(config: Mapping[str, Any], new: Sequence[NewModule], names:
     else:
         targets |= {m.name for m in new}
     changed = dict(config) | {"target_modules": sorted(targets), "target_parameters": parameters or None}
-    if new[0].is_parameter and role_of_version(config.get("peft_version")) != "natural":
+    if new[0].is_parameter and role_of_version(config.get("peft_version"), is_transposed=False) != "natural":
         changed["peft_version"] = _NATURAL_PEFT
     rslora = bool(config.get("use_rslora"))
     ranks = {m: m.rank for m in new}

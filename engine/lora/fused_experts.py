@@ -1,12 +1,14 @@
 """Flattened LoRA of fused expert parameters, as PEFT writes it for `target_parameters`.
 
-A parameter is [E, out, in]: gate_up [E, 2I, H] (gate rows first), down [E, H, I]. PEFT stores, for rank r,
+A parameter is [E, out, in]: gate_up [E, 2I, H] (gate rows first), down [E, H, I]. That of gpt-oss is transposed,
+[E, in, out], and its gate and up outputs are interleaved: gate [..., ::2], up [..., 1::2]. PEFT stores, for rank r,
 
     lora_A [E·r, a]    row e·r + j       rank j of expert e: expert slowest
     lora_B [b, r·E]    column j·E + e    rank j of expert e: expert fastest
 
-In the natural role a = in and b = out. PEFT before 0.19.1 exchanged them (a = out, b = in), so ΔW_e is the transpose of
-B_e A_e: shrink with B_eᵀ, expand with A_eᵀ. Shapes tell the role, and which parameter it is, except for a square one.
+In the natural role a = in and b = out. PEFT before 0.19.1 exchanged them (a = out, b = in; of transposed parameters
+only 0.19.0 did), so ΔW_e is the transpose of B_e A_e: shrink with B_eᵀ, expand with A_eᵀ. Shapes tell the role, and
+which parameter it is, except for a square one.
 Unsloth before 2026-09-17 wrote lora_B expert-major instead, column e·r + j, which no shape tells.
 
 Example, E = 2, r = 2: lora_A rows are e0j0 e0j1 e1j0 e1j1; lora_B columns are j0e0 j0e1 j1e0 j1e1.
@@ -27,6 +29,7 @@ Role = Literal["natural", "exchanged"]
 BLayout = Literal["rank-major", "expert-major"]
 """Order of lora_B's columns: j·E + e, or e·r + j."""
 B_LAYOUTS: tuple[BLayout, ...] = get_args(BLayout)
+_FIRST_EXCHANGED_TRANSPOSED = (0, 19, 0)
 _FIRST_NATURAL = (0, 19, 1)
 
 
@@ -71,7 +74,7 @@ def choose_role(fit: ParameterFit, decided: set[Role], peft_version: str | None,
         return next(iter(fit.roles))
     if len(decided) == 1:
         return next(iter(decided))
-    role = role_of_version(peft_version)
+    role = role_of_version(peft_version, is_transposed=fit.sites[0].is_transposed)
     if role is None:
         raise AdapterError(
             f"tensor {tensor!r}: the {fit.parameter} parameter is square, so only peft_version in adapter_config.json "
@@ -80,12 +83,22 @@ def choose_role(fit: ParameterFit, decided: set[Role], peft_version: str | None,
     return role
 
 
-def role_of_version(peft_version: str | None) -> Role | None:
-    """The role that this PEFT writes; None when the text is no version."""
+def role_of_version(peft_version: str | None, *, is_transposed: bool) -> Role | None:
+    """The role that this PEFT writes for parameters stored as [E, out, in], or transposed; None for no version."""
     match = re.match(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", peft_version or "")
     if match is None:
         return None
-    return "natural" if tuple(int(n or 0) for n in match.groups()) >= _FIRST_NATURAL else "exchanged"
+    version = tuple(int(n or 0) for n in match.groups())
+    if version >= _FIRST_NATURAL or (is_transposed and version < _FIRST_EXCHANGED_TRANSPOSED):
+        return "natural"
+    return "exchanged"
+
+
+def split_rows(b: torch.Tensor, sites: tuple[SiteShape, ...]) -> tuple[torch.Tensor, ...]:
+    """B [..., out, r] of a fused projection → that of each site, as views; interleaved ones take turns."""
+    if sites[0].is_interleaved:
+        return tuple(b[..., i :: len(sites), :] for i in range(len(sites)))
+    return b.split([site.out_features for site in sites], dim=-2)
 
 
 def flatten(a_ERD: torch.Tensor, b_ENR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,25 +7,23 @@ two parameters a lone pair is for) is an AdapterError that asks for the model.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
+from loraplex.engine.lora.adapter import PlainSite
 from loraplex.engine.lora.adapter_config import AdapterConfig
 from loraplex.engine.lora.errors import AdapterError
 from loraplex.engine.lora.fused_experts import PARAMETERS, Parameter, role_of_version
 from loraplex.engine.lora.reader import read_config
 from loraplex.engine.lora.tensor_file import open_tensors
-from loraplex.engine.lora.tensor_names import EXPERT_PROJECTIONS, MIXTRAL, PARTS, parse_name, split_expert
+from loraplex.engine.lora.tensor_names import (
+    EXPERT_PROJECTIONS,
+    MIXTRAL,
+    PARTS,
+    parse_name,
+    split_expert,
+    split_unfolded,
+)
 
 _ASK = "cannot be known from the adapter's files alone; give the model with --model"
-
-
-@dataclass(frozen=True)
-class InferredSite:
-    path: str
-    kind: Literal["dense", "embedding", "experts"]
-    in_features: int
-    out_features: int
-    num_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,25 +45,32 @@ class _ExpertGroup:
     parameters: dict[Parameter, _Factors] = field(default_factory=dict)
 
 
-def infer_sites(folder: Path) -> dict[str, InferredSite]:
+def infer_sites(folder: Path) -> dict[str, PlainSite]:
     """Sites, by path, that fit the adapter in `folder`.
 
     The number of experts is the largest that any tensor shows; a file that lacks the last experts shows too few.
     """
     config = read_config(folder)
-    dense: dict[str, InferredSite] = {}
+    dense: dict[str, PlainSite] = {}
     groups: dict[str, _ExpertGroup] = {}
-    num_experts = 0
+    num_experts, is_gpt_oss = 0, config.for_gpt_oss
     for module, f in _modules(folder):
         parent, _, last = module.rpartition(".")
         last = MIXTRAL.get(last, last)
         is_stack = len(f.a) == 3
+        unfolded = split_unfolded(module)
         if is_stack and not parent.endswith(".experts"):
             raise AdapterError(f"tensor {f.a_name!r} is {list(f.a)}, but only experts have three dimensions")
         if (expert := split_expert(module)) and expert.parent.endswith(".experts"):
             group = groups.setdefault(expert.parent, _ExpertGroup())
             group.widths[MIXTRAL.get(expert.projection, expert.projection)] = _matrix_widths(f)
             num_experts = max(num_experts, expert.index + 1)
+        elif unfolded:
+            is_gpt_oss = True  # no other model is unfolded so
+            widths = groups.setdefault(unfolded.parent, _ExpertGroup()).widths
+            for part in PARTS.get(unfolded.projection, (unfolded.projection,)):
+                widths[part] = (f.a[1], f.b[0] // len(PARTS.get(unfolded.projection, (part,))))
+            num_experts = max(num_experts, unfolded.index + 1)
         elif is_stack:
             num_experts = max(num_experts, f.a[0], f.b[0])
             widths = groups.setdefault(parent, _ExpertGroup()).widths
@@ -82,7 +87,7 @@ def infer_sites(folder: Path) -> dict[str, InferredSite]:
         else:
             _complete(group)
     experts = [
-        InferredSite(f"{parent}.{projection}", "experts", d_in, d_out, num_experts)
+        PlainSite(f"{parent}.{projection}", "experts", d_in, d_out, num_experts, is_gpt_oss, is_gpt_oss)
         for parent, group in groups.items()
         for projection, (d_in, d_out) in group.widths.items()
     ]
@@ -113,17 +118,17 @@ def _matrix_widths(f: _Factors) -> tuple[int, int]:
     return f.a[-1], f.b[0]
 
 
-def _dense_sites(module: str, f: _Factors) -> Iterator[InferredSite]:
+def _dense_sites(module: str, f: _Factors) -> Iterator[PlainSite]:
     """The module itself, or the parts of a fused one when they can only be equal."""
     parent, _, last = module.rpartition(".")
     d_in, d_out = _matrix_widths(f)
     if last == "gate_up_proj":
         for part in PARTS[last]:
-            yield InferredSite(f"{parent}.{part}", "dense", d_in, d_out // 2)
+            yield PlainSite(f"{parent}.{part}", "dense", d_in, d_out // 2)
     elif last in PARTS and f.a[0] != f.b[1]:
         raise AdapterError(f"tensor {f.a_name!r}: how its rows and those of lora_B belong to {PARTS[last]} {_ASK}")
     else:
-        yield InferredSite(module, "embedding" if f.is_embedding else "dense", d_in, d_out)
+        yield PlainSite(module, "embedding" if f.is_embedding else "dense", d_in, d_out)
 
 
 def _fill_from_parameters(parent: str, group: _ExpertGroup, config: AdapterConfig) -> int:
@@ -167,7 +172,7 @@ def _name_lone_parameter(group: _ExpertGroup, config: AdapterConfig) -> None:
 def _hidden_and_inner(group: _ExpertGroup, config: AdapterConfig) -> tuple[int, int]:
     """H and I. Both parameters together fit one role only; a lone one needs the version of PEFT."""
     gate_up, down = (group.parameters.get(p) for p in PARAMETERS)
-    role = role_of_version(config.peft_version)
+    role = role_of_version(config.peft_version, is_transposed=config.for_gpt_oss)
     if gate_up and down:
         is_natural = gate_up.a[1] == down.b[0] and gate_up.b[0] == 2 * down.a[1]
         is_exchanged = gate_up.b[0] == down.a[1] and gate_up.a[1] == 2 * down.b[0]

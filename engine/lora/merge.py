@@ -1,7 +1,8 @@
 """A second, separate reading of adapter files, for `verify`: W' = W + scale · B A as the formats define it.
 
 Shares no code with the reader, so that one mistake cannot hide in both. It is slower, checks little, and knows nothing
-of sites: a delta is addressed to a weight of the checkpoint, one expert at a time. E experts, H hidden, I expert width.
+of sites: a delta is addressed to a weight of the checkpoint, one expert at a time. It knows the layouts of the models
+that are served, so not those of gpt-oss. E experts, H hidden, I expert width.
 """
 
 import json
@@ -161,6 +162,12 @@ class AdapterMerge:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 alpha = value
                 break
+        if self._config.get("ensure_weight_tying") and module.endswith(("embed_tokens", "lm_head")):
+            rank = self._config["r"]  # what PEFT scales by, though both have the rank of the one that was created first
+            for pattern, value in (self._config.get("rank_pattern") or {}).items():
+                if re.match(rf"(.*\.)?({pattern})$", module):
+                    rank = value
+                    break
         return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _num_experts(self, parent: str) -> int:

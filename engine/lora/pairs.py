@@ -8,7 +8,7 @@ from loraplex.engine.lora.adapter_config import CONFIG_FILE, AdapterConfig
 from loraplex.engine.lora.errors import AdapterError
 from loraplex.engine.lora.fused_experts import PARAMETERS, ParameterFit, Role, choose_role, fit_shapes
 from loraplex.engine.lora.tensor_file import TENSOR_FILE, Entry
-from loraplex.engine.lora.tensor_names import Place, copied_site, find_place, parse_name, refuse_known
+from loraplex.engine.lora.tensor_names import Place, copied_site, find_place, homeless_reason, parse_name, refuse_known
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,13 @@ def match_names(entries: Mapping[str, Entry], sites: Mapping[str, SiteShape], *,
             raise AdapterError(f"tensors {other!r} and {name!r} are for the same place")
         of_module[parsed.factor] = name
     if not factors:
-        first = f" (first: {ignored[0]!r})" if ignored else ""
+        first = f" (first: {ignored[0]!r}{homeless_reason(ignored[0])})" if ignored else ""
         raise AdapterError(f"no tensor of {TENSOR_FILE} has a place in this model{first}: was it made for another one?")
     if ignored and strict:
         more = f" (and {len(ignored) - 1} more)" if len(ignored) > 1 else ""
         raise AdapterError(
-            f"tensor {ignored[0]!r}{more} has no place in this model; --no-lora-strict-loading ignores such tensors"
+            f"tensor {ignored[0]!r}{more} has no place in this model{homeless_reason(ignored[0])}; "
+            "--no-lora-strict-loading ignores such tensors"
         )
     return Names({module: _both(found) for module, found in factors.items()}, ignored, notes)
 
@@ -111,12 +112,20 @@ def make_pairs(
 def rank_notes(pairs: Iterable[Pair], config: AdapterConfig) -> list[str]:
     """A remark when the config states other ranks than the tensors have."""
     different = [(p, stated) for p in pairs if (stated := config.rank(p.module)) != p.rank]
+    notes = [
+        f"{pair.module!r} has rank {pair.rank}; its scale is of rank {stated}, which {CONFIG_FILE} states, as in PEFT "
+        "with ensure_weight_tying"
+        for pair, stated in different
+        if config.states_rank(pair.module)
+    ]
+    different = [(pair, stated) for pair, stated in different if not config.states_rank(pair.module)]
     if not different:
-        return []
+        return notes
     pair, stated = different[0]
     return [
+        *notes,
         f"{len(different)} modules have another rank than {CONFIG_FILE} states (first: {pair.module!r} has "
-        f"{pair.rank}, stated {stated}); the tensors' rank is used"
+        f"{pair.rank}, stated {stated}); the tensors' rank is used",
     ]
 
 
@@ -166,13 +175,19 @@ class _Shapes:
         A of n sites may have n · r rows: their own A's on top of each other.
         """
         sites = place.sites
+        may_hold_own_as = place.form != "expert" and not sites[0].is_interleaved
+        if place.form == "stack" and len(sites) > 1 and sites[0].is_interleaved:
+            raise AdapterError(
+                f"tensor {b!r}: this model's experts hold gate and up outputs in turn, and whether the tensor's rows "
+                "do so, or come in two halves, cannot be known; name gate_proj and up_proj apart"
+            )
         d_in, d_out = sites[0].in_features, sum(s.out_features for s in sites)
         num_experts = sites[0].num_experts if place.form == "stack" else None
         (rows, a_width), (b_rows, rank) = self._inner(a, num_experts), self._inner(b, num_experts)
         lead = "" if num_experts is None else f"{num_experts} or 1, "
         if a_width != d_in or rows == 0:
             raise AdapterError(f"tensor {a!r} is {self._show(a)} but this model needs [{lead}rank, {d_in}]")
-        if b_rows != d_out or rank == 0 or rows not in (rank, len(sites) * rank):
+        if b_rows != d_out or rank == 0 or rows not in (rank, len(sites) * rank if may_hold_own_as else rank):
             raise AdapterError(
                 f"tensor {b!r} is {self._show(b)} but this model and its lora_A need [{lead}{d_out}, {rows}]"
             )

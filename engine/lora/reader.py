@@ -7,6 +7,7 @@ is worse than one that is refused.
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from loraplex.engine.lora.adapter import HostAdapter, SiteDelta, SiteShape
 from loraplex.engine.lora.adapter_config import CONFIG_FILE, AdapterConfig, parse_config
 from loraplex.engine.lora.errors import AdapterError
-from loraplex.engine.lora.fused_experts import BLayout, unflatten
+from loraplex.engine.lora.fused_experts import BLayout, split_rows, unflatten
 from loraplex.engine.lora.pairs import Pair, make_pairs, match_names, rank_notes
 from loraplex.engine.lora.tensor_file import TensorFile, open_tensors, read_small_file
 
@@ -106,27 +107,34 @@ def _build_deltas(pairs: list[Pair], tensors: dict[str, torch.Tensor], b_layout:
     by_expert: dict[str, list[Pair]] = {}
     for pair in pairs:
         if pair.place.form == "expert":
-            by_expert.setdefault(pair.sites[0].path, []).append(pair)
+            for site in pair.sites:
+                by_expert.setdefault(site.path, []).append(pair)
             continue
         a, b = tensors.pop(pair.a), tensors.pop(pair.b)
         if pair.place.form == "parameter":
             a, b = unflatten(a, b, pair.sites[0].num_experts, pair.role, b_layout)
-        rows = [site.out_features for site in pair.sites]
+        count = len(pair.sites)
         is_stacked = a.shape[-2] != b.shape[-1]
-        a_parts = a.chunk(len(rows), dim=-2) if is_stacked else [a] * len(rows)
-        for site, a_part, b_part in zip(pair.sites, a_parts, b.split(rows, dim=-2), strict=True):
+        a_parts = a.chunk(count, dim=-2) if is_stacked else [a] * count
+        for site, a_part, b_part in zip(pair.sites, a_parts, split_rows(b, pair.sites), strict=True):
             deltas[site.path] = SiteDelta(a_part.contiguous(), b_part.contiguous(), pair.scale)
+    uses = Counter(pair.a for members in by_expert.values() for pair in members)
     for path, members in by_expert.items():
-        deltas[path] = _stack_experts(members, tensors)
+        deltas[path] = _stack_experts(path, members, tensors)
+        for pair in members:
+            uses[pair.a] -= 1
+            if not uses[pair.a]:
+                del tensors[pair.a], tensors[pair.b]
     return deltas
 
 
-def _stack_experts(pairs: list[Pair], tensors: dict[str, torch.Tensor]) -> SiteDelta:
+def _stack_experts(path: str, pairs: list[Pair], tensors: Mapping[str, torch.Tensor]) -> SiteDelta:
     """One site of all experts: those the file lacks are zero, lower ranks are padded with zeros.
 
     A site has one scale; experts with another one (rank_pattern, alpha_pattern) get the quotient into B, in fp32.
     """
-    site, scale = pairs[0].sites[0], pairs[0].scale
+    scale = pairs[0].scale
+    site = next(s for s in pairs[0].sites if s.path == path)
     rank = max(p.rank for p in pairs)
     dtypes = {tensors[name].dtype for p in pairs for name in (p.a, p.b)}
     dtype = dtypes.pop() if len(dtypes) == 1 and all(p.scale == scale for p in pairs) else torch.float32
@@ -134,7 +142,7 @@ def _stack_experts(pairs: list[Pair], tensors: dict[str, torch.Tensor]) -> SiteD
     b_ENR = torch.zeros(site.num_experts, site.out_features, rank, dtype=dtype)
     for pair in pairs:
         e = pair.place.expert
-        a_ERD[e, : pair.rank] = tensors.pop(pair.a)
-        b = tensors.pop(pair.b)
+        a_ERD[e, : pair.rank] = tensors[pair.a]
+        b = split_rows(tensors[pair.b], pair.sites)[pair.sites.index(site)]
         b_ENR[e, :, : pair.rank] = b if pair.scale == scale else b.float() * (pair.scale / scale)
     return SiteDelta(a_ERD, b_ENR, scale)

@@ -38,7 +38,8 @@ class ModuleReport:
     coverage: float | None
     """Adapted sites / the model's sites of this name; None without a model."""
     relative_norm: float | None
-    """‖ΔW‖ / ‖W‖ (Frobenius) over the adapted sites; None without a model, or when its weights are all zero."""
+    """‖ΔW‖ / ‖W‖ (Frobenius) over the adapted sites; None without a model's weights, when they are quantised, or all
+    zero."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,10 @@ def inspect_adapter(folder: Path, model: Path | None, *, dtype: str | None, b_la
     for path in sites:
         totals[module_name(path)] = totals.get(module_name(path), 0) + 1
     norms: dict[str, float | None] = {}
-    if model is not None:
+    notes = list(adapter.notes)
+    if model is not None and not any(model.glob("*.safetensors")):
+        notes.append(f"{model} has no safetensors weights: ‖ΔW‖/‖W‖ is not known")
+    elif model is not None:
         with BaseWeights(model) as base:
             norms = {name: _relative_norm(adapter, paths, sites, base) for name, paths in groups.items()}
     modules = [
@@ -117,7 +121,7 @@ def inspect_adapter(folder: Path, model: Path | None, *, dtype: str | None, b_la
         device_bytes=adapter.numel * getattr(torch, device_dtype).itemsize,
         device_dtype=device_dtype,
         ignored=list(adapter.ignored),
-        notes=list(adapter.notes),
+        notes=notes,
     )
 
 
@@ -136,6 +140,8 @@ def squared_norm(delta: SiteDelta, num_experts: int) -> float:
 def _relative_norm(
     adapter: HostAdapter, paths: Sequence[str], sites: Mapping[str, SiteShape], base: BaseWeights
 ) -> float | None:
+    if any(base.is_quantised(sites[path]) for path in paths):
+        return None
     changed, whole = 0.0, 0.0
     for path in paths:
         site = sites[path]

@@ -5,6 +5,7 @@ name      = {"base_model.model."} module ".lora_" ("A" | "B") [".default"] [".we
 module    = dense site | parts | expert | stack | parameter
 parts     = dense parent ".qkv_proj" | ".gate_up_proj" | …              B's rows are split among the sites
 expert    = experts parent "." number "." projection                    one expert of an experts site
+          | experts parent "." ("gate_up_projs" | "down_projs") "." number     the same, as Unsloth unfolds gpt-oss
 stack     = experts parent "." projection | ".gate_up_proj"             3-D, all experts; ".weight" may be missing
 parameter = experts parent [".base_layer"]                              fused 3-D parameter, flattened (PEFT)
 
@@ -32,14 +33,30 @@ PARTS = {
 }
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_UNFOLDED = re.compile(
+    r"(?P<parent>.+\.experts)\.(?P<projection>gate_up_proj|down_proj)s\.(?P<index>0|[1-9][0-9]{0,5})"
+)
 
 _REASONS = (
     (r"\.lora_magnitude_vector", "DoRA (lora_magnitude_vector) is not supported"),
     (r"\.token_adapter\.", "trained token embeddings (trainable_token_indices) are not supported"),
     (r"\.embed_tokens\.(?!lora_embedding_)", "of embed_tokens only lora_embedding_A and _B are supported"),
+    (r"\.e_score_correction_bias", "trained router biases (e_score_correction_bias) are not supported"),
     (r"\.lora_B(\.default)?\.bias$", "a bias in lora_B (lora_bias) is not supported"),
     (r"\.bias$", "trained biases (bias) are not supported"),
     (r"^(?!.*\.lora_).*\.weight$", "replaced whole weights (modules_to_save) are not supported"),
+)
+_ELSEWHERE = tuple(
+    (re.compile(rf"\.(?:{modules})\."), reason)
+    for modules, reason in (
+        (
+            "q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|fused_qkv_a_proj_with_mqa",
+            "a projection of latent attention (MLA)",
+        ),
+        ("mlp.gate|block_sparse_moe.gate|mlp.router", "a router of this name"),
+        ("mlp.experts|block_sparse_moe.experts", "routed experts of this name or number"),
+        ("shared_experts?|shared_expert_gate", "a shared expert of this name"),
+    )
 )
 _REASONS_COMPILED = tuple((re.compile(pattern), reason) for pattern, reason in _REASONS)
 
@@ -50,7 +67,7 @@ class Place:
 
     form: Literal["dense", "embedding", "expert", "stack", "parameter"]
     sites: tuple[SiteShape, ...]
-    """dense, embedding and stack: the site, or the parts of a fused projection in row order. expert: the experts site.
+    """dense, embedding, stack and expert: the site, or the parts of a fused projection in row order.
     parameter: gate, up and down of the layer; shapes tell which of them the tensors are for."""
     expert: int = 0
     is_base_layer: bool = False
@@ -91,6 +108,12 @@ class ExpertName:
 def split_expert(module: str) -> ExpertName | None:
     """`….experts.3.up_proj` → (`….experts`, 3, `up_proj`); None for a module that is not in an expert."""
     match = _EXPERT.fullmatch(module)
+    return ExpertName(match["parent"], int(match["index"]), match["projection"]) if match else None
+
+
+def split_unfolded(module: str) -> ExpertName | None:
+    """`….experts.gate_up_projs.3` → (`….experts`, 3, `gate_up_proj`); None for other modules."""
+    match = _UNFOLDED.fullmatch(module)
     return ExpertName(match["parent"], int(match["index"]), match["projection"]) if match else None
 
 
@@ -138,10 +161,23 @@ def _place_as_spelt(module: str, sites: Mapping[str, SiteShape]) -> Place | None
         site = sites.get(f"{expert.parent}.{MIXTRAL.get(expert.projection, expert.projection)}")
         if site is not None and site.kind == "experts" and expert.index < site.num_experts:
             return Place("expert", (site,), expert=expert.index)
+    if expert := split_unfolded(module):
+        names = PARTS.get(expert.projection, (expert.projection,))
+        found = _all_sites(expert.parent, names, sites, "experts")
+        fits = found and found[0].is_interleaved and expert.index < found[0].num_experts
+        return Place("expert", found, expert=expert.index) if found and fits else None
     is_base_layer = last == "base_layer"
     if projections := _all_sites(parent if is_base_layer else module, EXPERT_PROJECTIONS, sites, "experts"):
         return Place("parameter", projections, is_base_layer=is_base_layer)
     return None
+
+
+def homeless_reason(name: str) -> str:
+    """What is known of a tensor that has no place in the model: for which kind of model it was made."""
+    for pattern, reason in _ELSEWHERE:
+        if pattern.search(name):
+            return f" ({reason}, which this model does not have)"
+    return ""
 
 
 def refuse_known(name: str) -> None:

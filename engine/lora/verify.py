@@ -2,9 +2,11 @@
 
 Layer by layer, so that one layer of the model is in memory at a time. In every layer both start from the same input
 (the merged model's), which shows where a difference arises; beside it runs our model's own stream of hidden states,
-whose log-probabilities are compared at the end. T tokens, D hidden, V vocabulary.
+whose log-probabilities are compared at the end. A layer's output may be dominated by few huge values, so the delta of
+each of its sites is compared by itself too (`site_check`). T tokens, D hidden, V vocabulary.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from loraplex.engine.config import LoRAConfig
 from loraplex.engine.device import resolve_device
 from loraplex.engine.inputs import build_inputs
 from loraplex.engine.layers.checkpoint import CheckpointTensor, HasConstants, TensorOwner
+from loraplex.engine.layers.embedding import LMHead
 from loraplex.engine.lora.adapter import HostAdapter
 from loraplex.engine.lora.backend import make_backend
 from loraplex.engine.lora.base_weights import BaseWeights
@@ -26,6 +29,7 @@ from loraplex.engine.lora.merge import AdapterMerge
 from loraplex.engine.lora.pool import AdapterPool
 from loraplex.engine.lora.reader import read_adapter
 from loraplex.engine.lora.report import ANY_RANK
+from loraplex.engine.lora.site_check import SiteListener, embedding_error
 from loraplex.engine.model_config import read_model_spec
 from loraplex.engine.models import build_model
 from loraplex.engine.models.decoder import CausalLM
@@ -55,11 +59,19 @@ class Comparison:
     size: float
     """max |merged|."""
     small_effect: float = _SMALL_EFFECT
+    site: str = ""
+    """The weight whose delta is farthest from its merge."""
+    site_error: float = 0.0
+    """How far: `output_error`."""
+
+    def sites_within(self, tolerance: float) -> bool:
+        return self.site_error <= tolerance
 
     def within(self, tolerance: float) -> bool:
         """Whether the difference is at most this share of the effect, or, because rounding alone makes a difference, of
-        a small effect (as a share of the size). False for NaN."""
-        return self.difference <= tolerance * max(self.effect, self.small_effect * self.size)
+        a small effect (as a share of the size), and every site's delta too. False for NaN."""
+        floor = max(self.effect, self.small_effect * self.size)
+        return self.difference <= tolerance * floor and self.sites_within(tolerance)
 
 
 def verify_adapter(folder: Path, model: Path, *, device: str, tokens: int, b_layout: BLayout) -> Iterator[Comparison]:
@@ -75,14 +87,14 @@ def verify_adapter(folder: Path, model: Path, *, device: str, tokens: int, b_lay
 class _Run:
     def __init__(self, folder: Path, model: Path, device: str, tokens: int, b_layout: BLayout) -> None:
         self.device = resolve_device(device, 0)
-        self.spec = read_model_spec(model)
+        self.spec = read_model_spec(model, "--model")
         if not 1 <= tokens <= self.spec.context_length:
             raise ValueError(f"--tokens must be 1 to the model's {self.spec.context_length}, not {tokens}")
         self.model: CausalLM = build_model(self.spec, Parallel(), torch.float32, META)
         sites = lora_sites(self.model)
         self.adapter = read_adapter(folder, sites, max_rank=ANY_RANK, moe_lora_b_layout=b_layout)
         self.weights = BaseWeights(model)
-        shapes = {name: owned.shape for name, owned in owned_tensors(self.model).items()}
+        shapes = {name: owned.shape for name, owned in owned_tensors(self.model).items() if owned.fills == (name,)}
         shapes["lm_head.weight"] = (self.spec.vocab_size, self.spec.hidden_size)
         self.merge = AdapterMerge(folder, shapes, expert_major_b=b_layout == "expert-major")
         generator = torch.Generator().manual_seed(0)
@@ -95,9 +107,12 @@ class _Run:
         base_TD = merged_TD = decoder.embed_tokens(self.ids_T)
         with _Served(decoder.embed_tokens, _EMBEDDING, self.adapter, len(self.ids_T), self.device) as lora:
             ours_TD = decoder.embed_tokens(self.ids_T, lora)
-        for _, delta_VD in self.merge.deltas(_EMBEDDING):  # not into the weight, which may be the head's as well
-            merged_TD = merged_TD + delta_VD.to(self.device)[self.ids_T]
-        yield _comparison(_EMBEDDING, ours_TD, merged_TD, base_TD)
+            errors = {}
+            for name, delta_VD in self.merge.deltas(_EMBEDDING):  # not into the weight, which may be the head's as well
+                delta_VD = delta_VD.to(self.device)
+                merged_TD = merged_TD + delta_VD[self.ids_T]
+                errors[name] = embedding_error(decoder.embed_tokens, self.ids_T, lora, delta_VD)
+        yield _comparison(_EMBEDDING, ours_TD, merged_TD, base_TD, errors)
         if not self.model.lm_head.tied:
             decoder.embed_tokens.to(META)
         cos_sin = decoder.rotary(self._context(None).positions_T)
@@ -106,11 +121,12 @@ class _Run:
             self._materialise(layer, path)
             base_TD = layer(merged_TD, cos_sin, self._context(None))
             with _Served(layer, path, self.adapter, len(self.ids_T), self.device) as lora:
-                same_input_TD = layer(merged_TD, cos_sin, self._context(lora))
+                with SiteListener(layer, path) as listener:
+                    same_input_TD = layer(merged_TD, cos_sin, self._context(lora))
                 ours_TD = layer(ours_TD, cos_sin, self._context(lora))
-            self._merge_into(layer, path)
+            errors = self._merge_into(layer, path, listener)
             merged_TD = layer(merged_TD, cos_sin, self._context(None))
-            yield _comparison(path, same_input_TD, merged_TD, base_TD)
+            yield _comparison(path, same_input_TD, merged_TD, base_TD, errors)
             layer.to(META)
         yield from self._compare_heads(merged_TD, ours_TD)
 
@@ -124,13 +140,14 @@ class _Run:
         merged_TD, ours_TD = norm(merged_TD), norm(ours_TD)
         base_TV = head(merged_TD)
         with _Served(head, "lm_head", self.adapter, len(self.ids_T), self.device) as lora:
-            same_input_TV, ours_TV = head(merged_TD, lora), head(ours_TD, lora)
-        for _, delta in self.merge.deltas("lm_head"):
-            head.weight[: self.spec.vocab_size] += delta.to(self.device)
+            with SiteListener(head, "lm_head") as listener:
+                same_input_TV = head(merged_TD, lora)
+            ours_TV = head(ours_TD, lora)
+        errors = self._merge_into(head, "lm_head", listener)
         merged_TV = head(merged_TD)
-        yield _comparison("lm_head", same_input_TV, merged_TV, base_TV)
+        yield _comparison("lm_head", same_input_TV, merged_TV, base_TV, errors)
         ours, merged, base = (logits.log_softmax(-1) for logits in (ours_TV, merged_TV, base_TV))
-        at_the_end = _comparison("log-probabilities", ours, merged, base)
+        at_the_end = _comparison("log-probabilities", ours, merged, base, {})
         yield replace(at_the_end, small_effect=_SMALL_EFFECT_AT_THE_END)
 
     def _materialise(self, module: nn.Module, path: str) -> None:
@@ -150,11 +167,16 @@ class _Run:
             if parameter.isnan().any():
                 raise ValueError(f"{path}.{name}: weights are missing from the checkpoint, or NaN")
 
-    def _merge_into(self, module: nn.Module, path: str) -> None:
+    def _merge_into(self, module: nn.Module, path: str, listener: SiteListener) -> dict[str, float]:
+        """Adds the deltas to the weights; returns each one's distance from what was served."""
         tensors = _tensors(module, path)
+        errors = {}
         for name, delta in self.merge.deltas(path):
-            (piece,) = tensors[name].pieces
-            piece.dest.add_(delta.to(self.device))
+            delta = delta.to(self.device)
+            errors[name] = listener.error(name, delta)
+            weight = module.weight if isinstance(module, LMHead) else tensors[name].pieces[0].dest  # tied: no tensor
+            weight[: len(delta)].add_(delta)
+        return errors | dict.fromkeys(listener.unasked(), float("inf"))
 
     def _context(self, lora: LoRABatchInfo | None) -> ForwardContext:
         """One prompt of all tokens over an empty cache that every layer takes for its own."""
@@ -221,8 +243,14 @@ def _tensors(module: nn.Module, path: str) -> dict[str, CheckpointTensor]:
     return tensors
 
 
-def _comparison(name: str, ours: torch.Tensor, merged: torch.Tensor, base: torch.Tensor) -> Comparison:
+def _comparison(
+    name: str, ours: torch.Tensor, merged: torch.Tensor, base: torch.Tensor, site_errors: dict[str, float]
+) -> Comparison:
     def largest(t: torch.Tensor) -> float:
         return float(t.abs().max())
 
-    return Comparison(name, largest(ours - merged), largest(merged - base), largest(merged))
+    result = Comparison(name, largest(ours - merged), largest(merged - base), largest(merged))
+    if not site_errors:
+        return result
+    site = max(site_errors, key=lambda s: (math.isnan(site_errors[s]), site_errors[s]))
+    return replace(result, site=site.removesuffix(".weight"), site_error=site_errors[site])

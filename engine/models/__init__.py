@@ -27,6 +27,7 @@ class Architecture:
 ARCHITECTURES = {
     "Qwen3MoeForCausalLM": Architecture("qwen3_moe", "loraplex.engine.models.qwen3_moe:Qwen3MoeForCausalLM", True),
     "Qwen2MoeForCausalLM": Architecture("qwen2_moe", "loraplex.engine.models.qwen2_moe:Qwen2MoeForCausalLM", True),
+    "MixtralForCausalLM": Architecture("mixtral", "loraplex.engine.models.mixtral:MixtralForCausalLM", True),
     "Qwen3ForCausalLM": Architecture("qwen3", "loraplex.engine.models.qwen3:Qwen3ForCausalLM", False),
     "LlamaForCausalLM": Architecture("llama", "loraplex.engine.models.llama:LlamaForCausalLM", False),
 }

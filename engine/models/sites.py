@@ -33,6 +33,9 @@ class Site:
     """Which of the module's parts: a key of `Linear.parts`, or gate_proj | up_proj | down_proj of experts."""
     shard: Shard
     """col: the output is split over the ranks, row: the input."""
+    is_interleaved: bool = False
+    is_transposed: bool = False
+    """How the checkpoint stores routed experts: see `SiteShape`."""
 
 
 def lora_sites(model: nn.Module) -> dict[str, Site]:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,25 @@ def test_rank_over_the_limit(server: Server, root: Path, t1: Path) -> None:
     message = answer.json()["error"]["message"]
     assert "65" in message
     assert "64" in message
+
+
+def test_g29_loading_twice_leaves_one(server: Server, root: Path, t1: Path, t1_oracle: Oracle) -> None:
+    """In turn and at once; another adapter under the same name is refused."""
+    folder, other = copied(make_a(1, t1), root / "one"), copied(make_a(2, t1), root / "two")
+
+    def load(path: Path) -> int:
+        return post(server, "/v1/load_lora_adapter", lora_name="x", lora_path=str(path)).status_code
+
+    with ThreadPoolExecutor(8) as pool:
+        for load_all in (map, pool.map):
+            statuses = list(load_all(load, [folder] * 8))
+            assert set(statuses) <= {200, 409}
+            assert 200 in statuses
+            assert load(other) == 409
+            got = torch.tensor(prompt_logprobs(server, "x"))
+            assert (got - torch.tensor(expected_logprobs(t1_oracle, folder))).abs().max() <= 1e-4
+            assert post(server, "/v1/unload_lora_adapter", lora_name="x").status_code == 200
+            assert served(server) == {"base"}
+            assert post(server, "/v1/completions", model="x", prompt="a").status_code == 404
+            assert post(server, "/v1/unload_lora_adapter", lora_name="x").status_code == 404
+            assert_idle(server)

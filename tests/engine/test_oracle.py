@@ -9,11 +9,19 @@ import torch
 from kit import models
 from kit.adapters import make_a, make_adapter
 from kit.engine import TestEngine
-from kit.oracle import Oracle
+from kit.oracle import Oracle, assert_logprobs_close
 
 TOL = 1e-4
-TYING = {"ensure_weight_tying": True, "rank_pattern": {}, "alpha_pattern": {}}
-"""An adapter of the head too, by the embedding's own matrices; PEFT does not carry patterns over."""
+TYING = [
+    {"ensure_weight_tying": True, "rank_pattern": ranks, "alpha_pattern": alphas, "use_rslora": rslora}
+    for ranks, alphas, rslora in (
+        ({}, {}, False),
+        ({"embed_tokens": 5}, {"embed_tokens": 24}, False),
+        ({"lm_head": 5}, {"lm_head": 24}, True),
+        ({"lm_head|embed_tokens": 5}, {"embed_tokens": 24}, False),
+    )
+]
+"""An adapter of the head too, by the embedding's own matrices. PEFT scales each as the patterns say of its name."""
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -130,6 +138,22 @@ def test_other_architectures(arch: str, kind: str) -> None:
     engine.run()
     for id, name in jobs:
         assert_matches(engine, id, oracle, prompt, folder if name else None)
+
+
+MIXTRAL_KINDS = ("A1", "MIXTRAL", "EXP", "FUSED", "STACK", "OUTER", "ROUTER", "ALL")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_mixtral_and_adapters_of_either_generation(fused: bool) -> None:
+    """Files of `block_sparse_moe` and w1, w3, w2, or of transformers 5; adapters with either names in one batch."""
+    model = models.make_t1("mixtral", fused=fused)
+    folders = {kind: make_adapter(model, kind, r=2 + i, seed=i) for i, kind in enumerate(MIXTRAL_KINDS)}
+    engine, oracle = TestEngine(model, folders), Oracle(model)
+    prompt = prompt_of(15)
+    jobs = {name: engine.submit(prompt, name, logprobs=5, prompt_logprobs=1) for name in (*folders, None)}
+    engine.run()
+    for name, id in jobs.items():
+        assert_matches(engine, id, oracle, prompt, folders.get(name or ""))
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -275,7 +299,7 @@ def test_seeded_request_is_the_same_alone_and_in_any_company(t1: Path) -> None:
     assert len(unseeded) >= 2
 
 
-@pytest.mark.parametrize(("tied", "config"), [(False, {}), (True, {}), (True, TYING)])
+@pytest.mark.parametrize(("tied", "config"), [(False, {}), (True, {}), *((True, tying) for tying in TYING)])
 def test_embedding_adapter_of_peft(tied: bool, config: dict[str, object]) -> None:
     """Beside base and another adapter. The head of a tied model is adapted by tensors of its own, or not at all."""
     model = models.make_t1(tie_word_embeddings=tied)
@@ -283,6 +307,7 @@ def test_embedding_adapter_of_peft(tied: bool, config: dict[str, object]) -> Non
     adapters = {"emb": make_adapter(model, "EMB", r=3, std=0.2, **config), "att": make_adapter(model, "ATT")}
     engine = TestEngine(model, adapters, chunked_prefill_size=7)
     prompt = prompt_of(19, 3)
+    assert_logprobs_close(oracle.logprobs(prompt, adapters["emb"]), oracle.peft_logprobs(prompt, adapters["emb"]))
     options = {"logprobs": 3, "prompt_logprobs": 2, "max_tokens": 4, "ignore_eos": True}
     ids = {name: engine.submit(prompt, name, **options) for name in (None, "emb", "att")}
     engine.run()

@@ -120,10 +120,10 @@ def site_shapes(model_dir: Path) -> dict[str, tuple[int, int]]:
         "lm_head": (c["vocab_size"], hidden),
     }
     mlps = {"mlp": c.get("intermediate_size")}
-    if moe := moe_sizes(model_dir)["num_experts"]:
+    if moe := (sizes := moe_sizes(model_dir))["num_experts"]:
         shapes["mlp.gate"] = (moe, hidden)
         mlps = {
-            "mlp.experts": c["moe_intermediate_size"],
+            "mlp.experts": sizes["intermediate"],
             "mlp.shared_expert": c.get("shared_expert_intermediate_size"),
         }
     if c.get("shared_expert_intermediate_size"):

@@ -25,12 +25,11 @@ _SPELLINGS = (
 
 
 def scale(config: dict[str, Any], module: str, rank: int) -> float:
-    """alpha/r or alpha/sqrt(r) of a module, alpha_pattern included; r is the tensors' own."""
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            alpha = value
-            break
+    """alpha/r or alpha/sqrt(r) of a module, alpha_pattern included; r is the tensors' own, or the stated one of modules
+    that PEFT ties."""
+    alpha = _find(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+    if config.get("ensure_weight_tying") and module.endswith(("embed_tokens", "lm_head")):
+        rank = _find(config.get("rank_pattern"), module, config["r"])
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
@@ -86,6 +85,14 @@ def weight_deltas(
         else:
             deltas[f"{module}.weight"] = scale(config, module, a.shape[0]) * (b @ a)
     return deltas
+
+
+def _find(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
+    """PEFT's: the first pattern that fits."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
 
 
 def _fused_parameter(config: dict[str, Any], module: str) -> str:

@@ -12,6 +12,8 @@ from tokenizers import models as tokenizer_models
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
@@ -91,6 +93,11 @@ _ARCHS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         Qwen2MoeForCausalLM,
         _MOE | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False},
     ),
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"intermediate_size": 96}),
     "llama": (LlamaConfig, LlamaForCausalLM, {"intermediate_size": 96}),
 }
@@ -109,7 +116,7 @@ def make_t1(
     dtype: str = "float32",
     **overrides: Any,
 ) -> Path:
-    """Folder of a random model: T1 (qwen3_moe), or its qwen2_moe, qwen3 and llama relatives.
+    """Folder of a random model: T1 (qwen3_moe), or its qwen2_moe, mixtral, qwen3 and llama relatives.
 
     overrides: fields of the HF config (num_experts=64, norm_topk_prob=False, tie_word_embeddings=True …).
     tokenizer: options of `make_tokenizer`. generation: fields of generation_config.json.

@@ -79,9 +79,10 @@ def untie(model: Any) -> None:
 def moe_sizes(model_dir: Path) -> dict[str, int]:
     """num_experts, intermediate and hidden of a checkpoint's routed experts (zeros without experts)."""
     config = json.loads((model_dir / "config.json").read_text())
+    num_experts = config.get("num_experts", config.get("num_local_experts", 0))
     return {
-        "num_experts": config.get("num_experts", config.get("num_local_experts", 0)),
-        "intermediate": config.get("moe_intermediate_size", 0),
+        "num_experts": num_experts,
+        "intermediate": config.get("moe_intermediate_size", config["intermediate_size"] if num_experts else 0),
         "hidden": config["hidden_size"],
     }
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,14 +10,7 @@ from kit.adapters import site_shapes
 from kit.oracle import moe_sizes
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Site:
-    path: str
-    kind: Literal["dense", "embedding", "experts"]
-    in_features: int
-    out_features: int
-    num_experts: int = 0
+from loraplex.engine.lora.adapter import PlainSite as Site
 
 
 def make_sites(model_dir: Path) -> dict[str, Site]:

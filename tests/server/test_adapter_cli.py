@@ -79,9 +79,9 @@ def test_a_report_without_the_model_agrees_with_one_of_the_model(
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_relative_norms(capsys: pytest.CaptureFixture[str], kind: str, fused: bool) -> None:
-    model = make_t1(num_hidden_layers=2, fused=fused)
+@pytest.mark.parametrize(("arch", "kind"), [*(("qwen3_moe", kind) for kind in KINDS), ("mixtral", "ALL")])
+def test_relative_norms(capsys: pytest.CaptureFixture[str], arch: str, kind: str, fused: bool) -> None:
+    model = make_t1(arch, num_hidden_layers=2, fused=fused)
     folder = make_adapter(model, kind, r=3, use_rslora=True)
     report = inspect(capsys, folder, "--model", model)
     base = Oracle(model).base.state_dict()
@@ -206,9 +206,13 @@ def spoil(folder: Path, tensor: Tensor) -> None:
 
 def test_errors_of_the_model(t1: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_adapter(t1, "ATT")
-    assert "config.json" in run(capsys, "inspect", folder, "--model", tmp_path, status=1)
+    for command in (("inspect",), ("verify",), ("convert", tmp_path / "out", "--layout", "fused")):
+        error = run(capsys, command[0], folder, *command[1:], "--model", tmp_path, status=1)
+        assert "config.json does not exist: --model must be" in error
     (tmp_path / "config.json").write_bytes((t1 / "config.json").read_bytes())
-    assert "safetensors" in run(capsys, "inspect", folder, "--model", tmp_path, status=1)
+    assert "no safetensors weights" in run(capsys, "inspect", folder, "--model", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    assert "model.safetensors" in run(capsys, "inspect", folder, "--model", tmp_path, status=1)
 
 
 def test_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -408,6 +408,24 @@ def test_embedding(t1: Path, tmp_path: Path, prefix: str) -> None:
     assert "embed_tokens.base_layer.weight" in adapter.notes[0]
 
 
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_tied_head_has_the_scale_of_its_own_name(t1: Path, tmp_path: Path, rslora: bool) -> None:
+    """PEFT's ensure_weight_tying: the head takes the embedding's matrices, not its alpha and stated r."""
+    a, b = torch.randn(5, 320), torch.randn(64, 5)
+    tensors = embedding_pair(a, b) | pair("lm_head", b.T, a.T)
+    config = {"rank_pattern": {"embed_tokens": 5}, "alpha_pattern": {"embed_tokens": 3}, "use_rslora": rslora}
+    folder = write_adapter(tmp_path, tensors, r=4, lora_alpha=12, ensure_weight_tying=True, **config)
+    adapter = load(t1, folder)
+    scales = (3 / 5**0.5, 12 / 4**0.5) if rslora else (3 / 5, 12 / 4)
+    both = {"model.embed_tokens.weight": scales[0] * (b @ a).T, "lm_head.weight": scales[1] * (b @ a).T}
+    assert_deltas_equal(merged_deltas(adapter.sites), both)
+    (note,) = adapter.notes
+    assert "'lm_head' has rank 5" in note
+    config = {"ensure_weight_tying": "yes"}
+    with pytest.raises(AdapterError, match="ensure_weight_tying"):
+        load(t1, write_adapter(tmp_path, tensors, **config))
+
+
 @pytest.mark.parametrize(("vocabulary", "hidden"), [(321, 64), (319, 64), (320, 65)])
 def test_embedding_of_another_size(t1: Path, tmp_path: Path, vocabulary: int, hidden: int) -> None:
     tensors = embedding_pair(torch.randn(4, vocabulary), torch.randn(hidden, 4))

@@ -161,6 +161,7 @@ TENSOR_CASES: list[tuple[dict[str, Tensor], str]] = [
     ({f"base_model.model.{Q0}.lora_B.bias": torch.ones(64)}, "lora_bias"),
     ({f"base_model.model.{Q0}.base_layer.bias": torch.ones(64)}, "bias"),
     ({"base_model.model.model.layers.0.self_attn.k_proj.bias": torch.ones(32)}, "bias"),
+    ({"base_model.model.model.layers.0.mlp.gate.e_score_correction_bias": torch.ones(8)}, "e_score_correction_bias"),
     ({"base_model.model.lm_head.weight": torch.ones(320, 64)}, "modules_to_save"),
     ({"base_model.model.model.embed_tokens.weight": torch.ones(320, 64)}, "embed_tokens"),
     ({"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(321, 64)}, "vocabulary"),
@@ -229,6 +230,34 @@ def test_names_without_a_place(t1: Path, folder: Path, tmp_path: Path, module: s
     only = write_adapter(tmp_path / "only", homeless)
     for strict in (True, False):
         refusal(t1, only, "no tensor", module, strict=strict)
+
+
+ELSEWHERE = {
+    "self_attn.q_a_proj": "latent attention",
+    "self_attn.q_b_proj": "latent attention",
+    "self_attn.kv_a_proj_with_mqa": "latent attention",
+    "self_attn.kv_b_proj": "latent attention",
+    "self_attn.fused_qkv_a_proj_with_mqa": "latent attention",
+    "mlp.router": "router",
+    "mlp.shared_experts.up_proj": "shared expert",
+    "mlp.shared_expert_gate": "shared expert",
+    "mlp.experts.8.up_proj": "routed experts",
+}
+
+
+@pytest.mark.parametrize("module", ELSEWHERE)
+def test_modules_of_other_architectures_are_called_by_their_kind(t1: Path, folder: Path, module: str) -> None:
+    extra = pair(f"model.layers.0.{module}", torch.ones(4, 64), torch.ones(64, 4))
+    edit_tensors(folder, lambda tensors: tensors.update(extra))
+    refusal(t1, folder, f"'{next(iter(extra))}'", ELSEWHERE[module], "which this model does not have")
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_a_router_or_experts_for_a_dense_model(t1: Path, arch: str) -> None:
+    model = make_t1(arch)
+    refusal(model, make_adapter(t1, "ROUTER"), "mlp.gate.lora_A", "router")
+    for kind in ("EXP", "FUSED", "MIXTRAL", "STACK"):
+        refusal(model, make_adapter(t1, kind), ".experts.", "routed experts")
 
 
 @pytest.mark.parametrize(

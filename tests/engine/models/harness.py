@@ -37,6 +37,10 @@ MOE = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, 
 CONFIGS = {
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", {**COMMON, **MOE, "mlp_only_layers": [1]}),
     "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", {**COMMON, **MOE, "shared_expert_intermediate_size": 48}),
+    "MixtralForCausalLM": (
+        "MixtralConfig",
+        {**COMMON, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
     "Qwen3ForCausalLM": ("Qwen3Config", COMMON),
     "LlamaForCausalLM": ("LlamaConfig", {**COMMON, "attention_bias": True, "mlp_bias": True}),
 }

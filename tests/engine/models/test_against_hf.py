@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-ARCHITECTURES = ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
+ARCHITECTURES = [
+    "Qwen3MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3ForCausalLM",
+    "LlamaForCausalLM",
+]
 TOLERANCE = 2e-5
 PROMPTS = [[(i * 37 + 5) % 320 for i in range(23)], [(i * 91 + 11) % 320 for i in range(17)]]
 
@@ -29,7 +35,7 @@ def test_logprobs(harness, checkpoints, architecture, page_size, chunks):
     assert distance(ours, [harness.hf_logprobs(hf, p) for p in PROMPTS]) < TOLERANCE
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES[:2])
+@pytest.mark.parametrize("architecture", ARCHITECTURES[:3])
 def test_fused_experts_on_disk(harness, checkpoints, tmp_path, architecture):
     hf, _ = checkpoints(architecture)
     harness.save(hf, tmp_path, save_original_format=False)

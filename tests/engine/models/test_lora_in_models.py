@@ -9,7 +9,13 @@ from loraplex.engine.models import build_model
 from loraplex.engine.models.sites import lora_sites
 from loraplex.engine.parallel import Parallel
 
-ARCHITECTURES = ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
+ARCHITECTURES = [
+    "Qwen3MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3ForCausalLM",
+    "LlamaForCausalLM",
+]
 PROMPTS = [[(i * p + 7) % 320 for i in range(n)] for p, n in ((37, 11), (91, 9), (37, 11), (53, 1), (29, 6))]
 CHUNKS = [[8, 3], [1, 8], [11], [1], [5, 1]]
 SLOTS = [1, -1, 0, 2, 0]

@@ -22,6 +22,16 @@ def refused(folder, *words, file="config.json", read=read_model_spec):
         assert word in str(caught.value)
 
 
+def test_mixtral(harness, checkpoints, tmp_path):
+    checkpoints("MixtralForCausalLM")[0].config.save_pretrained(tmp_path)
+    harness.edit_config(tmp_path, architectures=["MixtralForCausalLM"])
+    moe = read_model_spec(tmp_path).moe
+    assert (moe.num_experts, moe.top_k, moe.intermediate_size, moe.norm_topk_prob) == (8, 2, 32, True)
+    assert moe.sparse_layers == {0, 1, 2}
+    harness.edit_config(tmp_path, sliding_window=4096)
+    refused(tmp_path, "sliding_window", "4096")
+
+
 def test_spec(folder):
     spec = read_model_spec(folder)
     assert (spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (64, 4, 2, 16)

@@ -36,7 +36,9 @@ def run_ranks(folder, size, out):
     return [torch.load(out / f"{size}.{r}") for r in range(size)]
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", "MixtralForCausalLM", "LlamaForCausalLM"]
+)
 def test_two_ranks_equal_one(harness, checkpoints, tmp_path, architecture):
     _, folder = checkpoints(architecture)
     compare(run_ranks(folder, 1, tmp_path)[0], run_ranks(folder, 2, tmp_path))

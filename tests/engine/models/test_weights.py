@@ -98,6 +98,25 @@ def test_same_experts_in_both_forms(harness, folder):
     refused(harness, folder, "twice", "model.layers.0.mlp.experts")
 
 
+PUBLISHED = "model.layers.0.block_sparse_moe.experts.3"
+
+
+@pytest.mark.parametrize("name", [f"{PUBLISHED}.w1.weight", "model.layers.2.block_sparse_moe.gate.weight"])
+def test_published_names_of_mixtral_are_strict_too(harness, checkpoints, tmp_path, name):
+    hf, _ = checkpoints("MixtralForCausalLM")
+    folder = harness.save(hf, tmp_path)
+    ours = name.replace("block_sparse_moe", "mlp").replace("w1", "gate_proj")
+    edit(folder, lambda t: t.update({ours: t[name].clone()}))
+    refused(harness, folder, "twice", name, ours)
+    edit(folder, lambda t: (t.pop(ours), t.pop(name)))
+    refused(harness, folder, "missing", ours)
+
+
+def test_published_names_of_mixtral_are_mixtral_s_only(harness, folder):
+    edit(folder, lambda t: t.update({f"{PUBLISHED}.w1.weight": t.pop(GATE)}))
+    refused(harness, folder, f"{PUBLISHED}.w1.weight", "no place")
+
+
 def test_missing_shard_file(harness, sharded):
     path = sorted(sharded.glob("model-*.safetensors"))[1]
     path.unlink()
