@@ -1,0 +1,59 @@
+"""Tile sizes of the attention kernels, from shapes alone: a captured launch serves every length."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeTile:
+    block_n: int
+    """Positions of one iteration."""
+    splits: int
+    """Most programs that share a row; a power of two."""
+    min_share: int
+    """Positions below which a row is not split further; a multiple of block_n."""
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillTile:
+    block_m: int
+    """Queries: tokens times the heads that share a key/value head."""
+    block_n: int
+    """Positions of one iteration."""
+    num_warps: int
+    num_stages: int
+
+
+MAX_SPLITS = 64
+WANTED_PROGRAMS = 2048
+"""Of rows so long that they are split as far as they may be."""
+
+
+def decode_tile(rows: int, kv_heads: int, group: int, head_dim: int, item_bytes: int) -> DecodeTile:
+    """Splits fill the device when there are few rows, and halve the wait for one long row among many short ones.
+
+    A share under 256 positions costs more in partial results than it gains once rows fill the device: at batch 64 and
+    512 positions, 2 splits take 29 µs on an H200 and 16 take 40.
+    """
+    pairs = rows * kv_heads
+    splits = min(MAX_SPLITS, power_of_two(max(1, WANTED_PROGRAMS // pairs)))
+    wide = head_dim * item_bytes > 256 or group > 32
+    min_share = 64 if pairs <= 32 else 128 if pairs <= 128 else 256 if pairs <= 512 else 512
+    return DecodeTile(block_n=32 if wide else 64, splits=splits, min_share=min_share)
+
+
+def prefill_tile(tokens: int, group: int, head_dim: int, item_bytes: int) -> PrefillTile:
+    """128 queries per tile when they fill the device; half of that, to spread few tokens or to hold a wide head."""
+    if item_bytes > 2:
+        return PrefillTile(block_m=max(32, power_of_two(group)), block_n=32, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return PrefillTile(block_m=max(64, power_of_two(group)), block_n=64, num_warps=8, num_stages=2)
+    if tokens <= 512:
+        return PrefillTile(block_m=max(64, power_of_two(group)), block_n=64, num_warps=4, num_stages=3)
+    return PrefillTile(block_m=max(128, power_of_two(group)), block_n=64, num_warps=8, num_stages=3)
+
+
+def power_of_two(n: int) -> int:
+    """The least that is not below n."""
+    return 1 << (n - 1).bit_length()
