@@ -38,20 +38,24 @@ def decode_tile(rows: int, kv_heads: int, group: int, head_dim: int, item_bytes:
     """
     pairs = rows * kv_heads
     splits = min(MAX_SPLITS, power_of_two(max(1, WANTED_PROGRAMS // pairs)))
-    wide = head_dim * item_bytes > 256 or group > 32
     min_share = 64 if pairs <= 32 else 128 if pairs <= 128 else 256 if pairs <= 512 else 512
-    return DecodeTile(block_n=32 if wide else 64, splits=splits, min_share=min_share)
+    if item_bytes > 2:
+        block_n = 16
+    else:
+        block_n = 64 if head_dim <= 128 and group <= 32 else 32
+    return DecodeTile(block_n=block_n, splits=splits, min_share=min_share)
 
 
 def prefill_tile(tokens: int, group: int, head_dim: int, item_bytes: int) -> PrefillTile:
-    """128 queries per tile when they fill the device; half of that, to spread few tokens or to hold a wide head."""
+    """128 queries per tile when they fill the device; half of that, to spread few tokens. What larger tiles of wide
+    heads or of fp32 need does not fit the registers."""
+    least = power_of_two(group)
     if item_bytes > 2:
-        return PrefillTile(block_m=max(32, power_of_two(group)), block_n=32, num_warps=4, num_stages=2)
+        return PrefillTile(block_m=max(16, least), block_n=16, num_warps=4, num_stages=2)
+    block_m = max(64 if tokens <= 512 else 128, least)
     if head_dim > 128:
-        return PrefillTile(block_m=max(64, power_of_two(group)), block_n=64, num_warps=8, num_stages=2)
-    if tokens <= 512:
-        return PrefillTile(block_m=max(64, power_of_two(group)), block_n=64, num_warps=4, num_stages=3)
-    return PrefillTile(block_m=max(128, power_of_two(group)), block_n=64, num_warps=8, num_stages=3)
+        return PrefillTile(block_m=block_m, block_n=32, num_warps=8, num_stages=2)
+    return PrefillTile(block_m=block_m, block_n=64, num_warps=4 if block_m == 64 else 8, num_stages=3)
 
 
 def power_of_two(n: int) -> int:

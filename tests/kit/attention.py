@@ -29,7 +29,7 @@ class Step:
     def run(self, **options) -> torch.Tensor:
         k_scale, v_scale = self.scales
         return paged_attention(
-            self.q_THD, self.k_cache, self.v_cache, self.plan, scale=0.3, k_scale=k_scale, v_scale=v_scale, **options
+            self.q_THD, self.k_cache, self.v_cache, self.plan, scale=self.q_THD.shape[2] ** -0.5, k_scale=k_scale, v_scale=v_scale, **options
         )
 
     def expected(self, window: int | None = None, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Step:
             start += new
             repeats = q_NHD.shape[1] // k_LGD.shape[1]
             k_LHD, v_LHD = (x.float().repeat_interleave(repeats, dim=1) for x in (k_LGD, v_LGD))
-            weights_HNL = torch.einsum("nhd,lhd->hnl", q_NHD, k_LHD).mul(0.3)
+            weights_HNL = torch.einsum("nhd,lhd->hnl", q_NHD, k_LHD).mul(q_NHD.shape[2] ** -0.5)
             at_N1 = torch.arange(length - new, length, device=q_NHD.device)[:, None]
             at_L = torch.arange(length, device=q_NHD.device)
             sees_NL = at_L <= at_N1
@@ -71,11 +71,13 @@ def make_step(
     scales: tuple[float, float] = (1.0, 1.0),
     backend: AttentionBackend = "auto",
     is_mixed: bool = True,
+    coarse: bool = False,
     device: str = "cpu",
     seed: int = 0,
 ) -> Step:
     """Stores the keys and values of all rows, in shuffled pages. The cached part of a row is stored first, the new
-    tokens as the step would store them, padding tokens among them."""
+    tokens as the step would store them, padding tokens among them. `coarse`: keys and values that e4m3 holds exactly, for the
+    interpreter, whose rounding of small ones is not torch's."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -101,6 +103,8 @@ def make_step(
     keys, values, new_slots, new_keys, new_values = [], [], [], [], []
     for (new, length), at in zip(rows, slots, strict=True):
         k, v = normal(length, kv_heads, dim), normal(length, kv_heads, dim)
+        if coarse:
+            k, v = (x.mul(4).round().div(4).clamp(-3.75, 3.75) for x in (k, v))
         keys.append(_rounded(k, cache_dtype, scales[0]))
         values.append(_rounded(v, cache_dtype, scales[1]))
         cached = length - new
