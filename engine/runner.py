@@ -26,6 +26,8 @@ from loraplex.kernels.lora.experts import expert_lora_op
 WARM_PROMPTS = (8, 15, 100, 257, 512, 1000)
 WARM_DECODES = (1, 2, 15, 16, 63, 64, 129, 256)
 """Both sides of each change of kernel form and of divisibility by 16, for which Triton compiles anew."""
+WARM_MIXED = ((9, 1), (600, 128))
+"""Prompt tokens, and rows of one token beside them: both tiles of prefill and both forms of joining split rows."""
 PROMPT_LOGITS_ROWS = 256
 """Prompt positions whose logits exist at once: 256 × 151,936 × 4 bytes = 155 MB."""
 
@@ -113,7 +115,9 @@ class ModelRunner:
             {largest} if cuda else set()
         )
         decodes = {min(n, self.max_rows, pages) for n in (WARM_DECODES if cuda else WARM_DECODES[:1])}
-        for plan in [[n] for n in sorted(prompts)] + [[1] * n for n in sorted(decodes)]:
+        mixed = [[min(n, largest)] + [1] * min(m, self.max_rows - 1) for n, m in WARM_MIXED] if cuda else []
+        mixed = [plan for plan in mixed if sum(-(-n // self.page_size) for n in plan) <= pages]
+        for plan in [[n] for n in sorted(prompts)] + [[1] * n for n in sorted(decodes)] + mixed:
             for slot in (-1, 0) if self.config.lora.enable_lora else (-1,):
                 self._forward(self._probe_plan(plan, slot))
 
@@ -197,9 +201,7 @@ class ModelRunner:
         return result
 
     def _forward(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor]:
-        inputs = build_inputs(
-            plan, self.page_size, self.last_token, self.device, self.config.model.attention_backend
-        )
+        inputs = build_inputs(plan, self.page_size, self.last_token, self.device, self.config.model.attention_backend)
         ctx = ForwardContext(
             positions_T=inputs.positions_T,
             attn=inputs.attn,

@@ -8,17 +8,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from loraplex.kernels.attention._triton_tile import attend, start_softmax
+from loraplex.kernels.attention._triton_tile import TABLES, attend, start_softmax
 
 
 @triton.jit
-def _stretch(seq_len, SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(first position, positions of each program, programs at work) of a row: whole blocks, no fewer than MIN_SHARE."""
+def _stretch(seq_len, splits, min_share, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(first position, positions of each program, programs at work) of a row: whole blocks, no fewer than min_share."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(seq_len - WINDOW, 0) // BLOCK_N * BLOCK_N
     blocks = (seq_len - first + BLOCK_N - 1) // BLOCK_N
-    share = tl.maximum((blocks + SPLITS - 1) // SPLITS * BLOCK_N, MIN_SHARE)
+    share = tl.maximum((blocks + splits - 1) // splits * BLOCK_N, min_share)
     return first, share, (seq_len - first + share - 1) // share
 
 
@@ -33,7 +33,7 @@ def _token_of(row, query_start, MIXED: tl.constexpr):
     return token.to(tl.int64), single
 
 
-@triton.jit(do_not_specialize=["table_row"])
+@triton.jit(do_not_specialize=["table_row", "min_share"], do_not_specialize_on_alignment=TABLES)
 def decode(
     q,
     k,
@@ -48,6 +48,7 @@ def decode(
     score_scale,
     v_scale,
     table_row,
+    min_share,
     Q_TOKEN: tl.constexpr,
     Q_HEAD: tl.constexpr,
     K_TOKEN: tl.constexpr,
@@ -64,23 +65,22 @@ def decode(
     HAS_SINKS: tl.constexpr,
     MIXED: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_SHARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: key/value heads, rows, SPLITS. A row that one program does alone is done; else fp32 partial results
-    [B, HEADS, SPLITS, D] and the base-2 logs of their sums."""
+    """Grid: key/value heads, rows, splits. A row that one program does alone is done; else fp32 partial results
+    [B, HEADS, splits, D] and the base-2 logs of their sums."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     kv_head = tl.program_id(0)
     row = tl.program_id(1)
     split = tl.program_id(2)
+    splits = tl.num_programs(2)
     token, single = _token_of(row, query_start, MIXED)
     if not single:
         return
     seq_len = tl.load(seq_lens + row)
-    first, share, at_work = _stretch(seq_len, SPLITS, MIN_SHARE, WINDOW, BLOCK_N)
+    first, share, at_work = _stretch(seq_len, splits, min_share, WINDOW, BLOCK_N)
     if split >= tl.maximum(at_work, 1):
         return
     h = tl.arange(0, GROUP_POW2)
@@ -106,29 +106,30 @@ def decode(
         at = out + (token * HEADS + head[:, None]) * D + d[None, :]
         tl.store(at, result.to(out.dtype.element_ty), mask=live)
     else:
-        part = (row.to(tl.int64) * HEADS + head) * SPLITS + split
+        part = (row.to(tl.int64) * HEADS + head) * splits + split
         tl.store(partial + part[:, None] * D + d[None, :], result, mask=live)
         tl.store(lse + part, m + tl.log2(total), mask=h < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "min_share"], do_not_specialize_on_alignment=TABLES)
 def join(
     partial,
     lse,
     out,
     seq_lens,
     query_start,
+    splits,
+    min_share,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     D_POW2: tl.constexpr,
     WINDOW: tl.constexpr,
     MIXED: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_SHARE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = Σ 2^lse · partial / Σ 2^lse over the programs of a row. Grid: HEADS, rows. SPLITS: a power of two."""
+    """out = Σ 2^lse · partial / Σ 2^lse over the programs of a row. Grid: HEADS, rows."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -137,12 +138,12 @@ def join(
     token, single = _token_of(row, query_start, MIXED)
     if not single:
         return
-    _, _, at_work = _stretch(tl.load(seq_lens + row), SPLITS, MIN_SHARE, WINDOW, BLOCK_N)
+    _, _, at_work = _stretch(tl.load(seq_lens + row), splits, min_share, WINDOW, BLOCK_N)
     if at_work <= 1:
         return
-    s = tl.arange(0, SPLITS)
+    s = tl.arange(0, MAX_SPLITS)
     d = tl.arange(0, D_POW2)
-    part = (row.to(tl.int64) * HEADS + head) * SPLITS + s
+    part = (row.to(tl.int64) * HEADS + head) * splits + s
     logs = tl.load(lse + part, mask=s < at_work, other=float("-inf"))
     weight = tl.exp2(logs - tl.max(logs, 0))
     live = (s < at_work)[:, None] & (d < D)[None, :]

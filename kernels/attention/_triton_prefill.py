@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from loraplex.kernels.attention._triton_tile import attend, start_softmax
+from loraplex.kernels.attention._triton_tile import TABLES, attend, start_softmax
+
+ROWS = tl.constexpr(256)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "table_row"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "table_row"], do_not_specialize_on_alignment=TABLES)
 def prefill(
     q,
     k,
@@ -27,7 +29,6 @@ def prefill(
     num_tokens,
     num_rows,
     table_row,
-    ROWS_POW2: tl.constexpr,
     Q_TOKEN: tl.constexpr,
     Q_HEAD: tl.constexpr,
     K_TOKEN: tl.constexpr,
@@ -57,18 +58,20 @@ def prefill(
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)
-    b = tl.arange(0, ROWS_POW2)
-    first_block = tl.load(query_start + b, mask=b <= num_rows, other=0x3FFFFFFF) // TOKENS + b
-    row = tl.sum((first_block <= block).to(tl.int32), 0) - 1
+    row = -1
+    for b0 in range(0, num_rows + 1, ROWS):
+        b = b0 + tl.arange(0, ROWS)
+        first_block = tl.load(query_start + b, mask=b <= num_rows, other=0x3FFFFFFF) // TOKENS + b
+        row += tl.sum((first_block <= block).to(tl.int32), 0)
     row_begin = tl.load(query_start + row)
     row_end = tl.load(query_start + row + 1, mask=row < num_rows, other=0)
     row_end = tl.where(row < num_rows, row_end, num_tokens)
     first = row_begin + (block - row_begin // TOKENS - row) * TOKENS
     if first >= row_end:
         return
-    if MIXED:
-        if (row < num_rows) & (row_end - row_begin == 1):
-            return
+    LEFT_OUT: tl.constexpr = 1 if MIXED else 0
+    if (row < num_rows) & (row_end - row_begin == LEFT_OUT):
+        return
     i = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_POW2)
     token = first + i // GROUP

@@ -4,6 +4,10 @@
 import triton
 import triton.language as tl
 
+TABLES = ["page_table", "seq_lens", "query_start"]
+"""Parameters that are parts of one packed tensor: whether they start at a multiple of 16 bytes changes from step to
+step, and must not compile anew."""
+
 
 @triton.jit
 def attend(
@@ -29,8 +33,8 @@ def attend(
 ):
     """(m, total, acc) after positions begin … end − 1: running maximum (base 2), sum and weighted values of each query.
 
-    q [M, D_POW2] are queries at positions `pos`; k and v point at the row's head, `pages` at its page table. Not MASKED:
-    every query sees every position, and the stretch is a multiple of BLOCK_N.
+    q [M, D_POW2] are queries at positions `pos`; k and v point at the row's head, `pages` at its page table. Not
+    MASKED: every query sees every position, and the stretch is a multiple of BLOCK_N.
     """
     d = tl.arange(0, D_POW2)
     for n0 in range(begin, end, BLOCK_N):

@@ -11,7 +11,15 @@ import torch
 
 from loraplex.kernels.attention.plan import AttentionPlan
 from loraplex.kernels.attention.reference import FP8, Masking, paged_attention_reference, store_kv_reference
-from loraplex.kernels.attention.tiles import DecodeTile, PrefillTile, decode_tile, power_of_two, prefill_tile
+from loraplex.kernels.attention.tiles import (
+    FEW_SPLITS,
+    MAX_SPLITS,
+    DecodeTile,
+    PrefillTile,
+    decode_tile,
+    power_of_two,
+    prefill_tile,
+)
 from loraplex.kernels.devices import dependent_launch, use_triton
 
 LOG2_E = math.log2(math.e)
@@ -100,14 +108,14 @@ def paged_attention(
         assert sum(plan.query_lens) <= num_tokens, (plan.query_lens, q_THD.shape)
         assert plan.page_table_BP.shape[1] * plan.page_size >= max(plan.seq_lens), plan
         return paged_attention_reference(q_THD, k_cache, v_cache, plan, masking)
-    return _triton_attention(q_THD, k_cache, v_cache, plan, masking)
+    return triton_attention(q_THD, k_cache, v_cache, plan, masking)
 
 
 def _uses_triton(x: torch.Tensor, plan: AttentionPlan) -> bool:
     return plan.backend != "torch" and use_triton(x)
 
 
-def _triton_attention(
+def triton_attention(
     q_THD: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -115,6 +123,7 @@ def _triton_attention(
     masking: Masking,
     tiles: tuple[DecodeTile | None, PrefillTile | None] = (None, None),
 ) -> torch.Tensor:
+    """`paged_attention` by the Triton kernels; None: the tile that the shapes call for."""
     assert q_THD.stride(2) == 1, q_THD.stride()
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
@@ -143,6 +152,7 @@ def _decode(
     group = heads // kv_heads
     tile = tile or decode_tile(rows, kv_heads, group, dim, q_THD.element_size())
     assert tile.min_share % tile.block_n == 0, tile
+    assert tile.splits <= MAX_SPLITS, tile
     shared: dict[str, Any] = {
         "HEADS": heads,
         "D": dim,
@@ -150,8 +160,6 @@ def _decode(
         "WINDOW": masking.window or 0,
         "MIXED": not plan.is_decode,
         "BLOCK_N": tile.block_n,
-        "SPLITS": tile.splits,
-        "MIN_SHARE": tile.min_share,
         **dependent_launch(q_THD.device),
     }
     split = tile.splits > 1
@@ -171,6 +179,7 @@ def _decode(
         masking.scale * masking.k_scale * LOG2_E,
         masking.v_scale,
         plan.page_table_BP.stride(0),
+        tile.min_share,
         **_layout(q_THD, k_cache, v_cache, plan, masking),
         **shared,
         GROUP_POW2=max(16, power_of_two(group)),
@@ -178,8 +187,18 @@ def _decode(
         num_stages=tile.num_stages,
     )
     if split:
+        few = tile.splits <= FEW_SPLITS
         join[(heads, rows)](
-            partial, lse, out_THD, plan.seq_lens_B, plan.query_start_B1, **shared, num_warps=4 if tile.splits > 16 else 1
+            partial,
+            lse,
+            out_THD,
+            plan.seq_lens_B,
+            plan.query_start_B1,
+            tile.splits,
+            tile.min_share,
+            **shared,
+            MAX_SPLITS=FEW_SPLITS if few else MAX_SPLITS,
+            num_warps=1 if few else 4,
         )
 
 
@@ -213,7 +232,6 @@ def _prefill(
         rows,
         plan.page_table_BP.stride(0),
         **_layout(q_THD, k_cache, v_cache, plan, masking),
-        ROWS_POW2=power_of_two(rows + 1),
         HEADS=heads,
         D=dim,
         D_POW2=max(16, power_of_two(dim)),

@@ -36,7 +36,7 @@ class AttentionPlan:
     is_decode: bool
     """T = B and token b is the only new one of row b."""
     is_mixed: bool = True
-    """Rows of one token may stand beside longer ones: they then go to the decode kernel, in launches of their own. False
-    saves these launches; right in any case, slow for rows of one token with a long context."""
+    """Rows of one token may stand beside longer ones: they then go to the decode kernel, in launches of their own.
+    False saves these launches; right in any case, slow for rows of one token with a long context."""
     backend: AttentionBackend = "auto"
     """auto: Triton on CUDA, torch on CPU."""

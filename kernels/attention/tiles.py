@@ -8,7 +8,7 @@ class DecodeTile:
     block_n: int
     """Positions of one iteration."""
     splits: int
-    """Most programs that share a row; a power of two."""
+    """Most programs that share a row."""
     min_share: int
     """Positions below which a row is not split further; a multiple of block_n."""
     num_warps: int = 4
@@ -26,6 +26,8 @@ class PrefillTile:
 
 
 MAX_SPLITS = 64
+FEW_SPLITS = 8
+"""Up to here one warp joins the partial results of a head."""
 WANTED_PROGRAMS = 2048
 """Of rows so long that they are split as far as they may be."""
 

@@ -29,7 +29,14 @@ class Step:
     def run(self, **options) -> torch.Tensor:
         k_scale, v_scale = self.scales
         return paged_attention(
-            self.q_THD, self.k_cache, self.v_cache, self.plan, scale=self.q_THD.shape[2] ** -0.5, k_scale=k_scale, v_scale=v_scale, **options
+            self.q_THD,
+            self.k_cache,
+            self.v_cache,
+            self.plan,
+            scale=self.q_THD.shape[2] ** -0.5,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            **options,
         )
 
     def expected(self, window: int | None = None, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
@@ -75,9 +82,11 @@ def make_step(
     device: str = "cpu",
     seed: int = 0,
 ) -> Step:
-    """Stores the keys and values of all rows, in shuffled pages. The cached part of a row is stored first, the new
-    tokens as the step would store them, padding tokens among them. `coarse`: keys and values that e4m3 holds exactly, for the
-    interpreter, whose rounding of small ones is not torch's."""
+    """Stores the keys and values of all rows, in shuffled pages: the cached part of a row first, then the new tokens as
+    the step would, padding tokens among them.
+
+    coarse: keys and values that e4m3 holds exactly, for the interpreter, whose rounding of small ones is not torch's.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -85,7 +94,9 @@ def make_step(
 
     counts = [-(-length // page_size) for _, length in rows]
     num_pages = num_pages or sum(counts) + 3
-    shuffled = torch.randperm(num_pages, generator=generator, dtype=torch.int32).split([*counts, num_pages - sum(counts)])
+    shuffled = torch.randperm(num_pages, generator=generator, dtype=torch.int32).split(
+        [*counts, num_pages - sum(counts)]
+    )
     width = max(*counts, table_width)
     table = torch.full((len(rows) + padding_rows, width), 1 << 30, dtype=torch.int32)  # reading there is an error
     for row, pages in enumerate(shuffled[:-1]):
