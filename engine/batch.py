@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from loraplex.kernels.attention.plan import AttentionPlan
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 
 
@@ -37,25 +38,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """[B] whether the row's last position is sampled in this step (False: more prompt chunks to come)."""
     prompt_logprobs: list[int]
     """[B] −1: none; k ≥ 0: logprobs of this chunk's prompt positions with k alternatives."""
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """Where this step's keys and values go and what each query sees. Device tensors, plus host lists the CPU
-    reference uses to avoid reading the device back."""
-
-    slot_mapping_T: torch.Tensor
-    """int64 [T]: flat KV position (page · page_size + offset) each token's k and v are stored at."""
-    page_table_BP: torch.Tensor
-    """int32 [B, P]: pages of each row, tail filled with 0."""
-    query_start_B1: torch.Tensor
-    """int32 [B + 1]: exclusive prefix sum of query_lens."""
-    seq_lens_B: torch.Tensor
-    """int32 [B]."""
-    query_lens: list[int]
-    seq_lens: list[int]
-    page_size: int
-    is_decode: bool
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from loraplex.engine.batch import AttentionPlan, StepPlan
+from loraplex.engine.batch import StepPlan
 from loraplex.engine.device import to_device
+from loraplex.kernels.attention.plan import AttentionBackend, AttentionPlan
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,13 @@ class StepInputs:
     """int64: index in T of each sequence's last token."""
 
 
-def build_inputs(plan: StepPlan, page_size: int, last_token: torch.Tensor, device: torch.device) -> StepInputs:
+def build_inputs(
+    plan: StepPlan,
+    page_size: int,
+    last_token: torch.Tensor,
+    device: torch.device,
+    backend: AttentionBackend = "auto",
+) -> StepInputs:
     """`last_token` int64 [rows]: what each row sampled last; stands in for ids of −1."""
     num_new = np.asarray(plan.num_new)
     seq_lens = np.asarray(plan.seq_lens)
@@ -62,6 +69,8 @@ def build_inputs(plan: StepPlan, page_size: int, last_token: torch.Tensor, devic
             seq_lens=plan.seq_lens,
             page_size=page_size,
             is_decode=plan.is_decode,
+            is_mixed=not plan.is_decode and 1 in plan.num_new,
+            backend=backend,
         ),
         rows_B=rows.long(),
         last_B=last.long(),
