@@ -11,20 +11,29 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CODE = ("server", "engine", "kernels")
+PUBLIC = "server/public"
+"""This folder is the package `loraplex` itself."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def packages_in_tree(root: Path) -> set[str]:
     """Every folder of code that holds a module; `configs` is data around one package."""
     folders = {path.parent for part in CODE for path in (root / part).rglob("*.py")}
-    roots = {f"loraplex.{part}" for part in (*CODE, "configs")}
-    return roots | {"loraplex." + ".".join(folder.relative_to(root).parts) for folder in folders}
+    roots = {"loraplex", *(f"loraplex.{part}" for part in (*CODE, "configs"))}
+    inner = folders - {root / PUBLIC}
+    return roots | {"loraplex." + ".".join(folder.relative_to(root).parts) for folder in inner}
 
 
 def test_every_folder_of_code_is_a_listed_package() -> None:
     listed = PROJECT["tool"]["setuptools"]["packages"]
     assert set(listed) == packages_in_tree(ROOT)
     assert len(listed) == len(set(listed))
+
+
+def test_the_public_package_has_no_modules_of_its_own() -> None:
+    """A module there would be two: `loraplex.x` and `loraplex.server.public.x`."""
+    assert PROJECT["tool"]["setuptools"]["package-dir"]["loraplex"] == PUBLIC
+    assert {path.name for path in (ROOT / PUBLIC).glob("*.*")} == {"__init__.py", "py.typed"}
 
 
 def test_a_forgotten_folder_is_seen(tmp_path: Path) -> None:
@@ -60,8 +69,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def test_the_wheel_holds_all_code_and_no_weights(wheel: set[str]) -> None:
-    modules = {f"loraplex/{path.relative_to(ROOT)}" for part in CODE for path in (ROOT / part).rglob("*.py")}
+    paths = {path.relative_to(ROOT) for part in CODE for path in (ROOT / part).rglob("*.py")}
+    modules = {f"loraplex/{str(path).removeprefix(PUBLIC + '/')}" for path in paths}
     assert modules <= wheel
+    assert "loraplex/py.typed" in wheel
     assert {f"loraplex/{part}/py.typed" for part in (*CODE, "configs")} <= wheel
     assert "loraplex/configs/serve/demo.yaml" in wheel
     assert {name for name in wheel if "/demo/" in name or name.endswith(".safetensors")} == set()

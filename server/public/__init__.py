@@ -7,6 +7,7 @@ it is first used.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ _HOMES = {
     "RequestOutput": "outputs",
     "SamplingParams": "params",
 }
+
+
+# In an editable installation loraplex.server and the like are folders elsewhere, without __init__.py. setuptools' finder
+# knows them, and is asked through an entry of the path that it has put into sys.path.
+__path__ += [entry for entry in sys.path if entry.startswith("__editable__.loraplex-")]
 
 
 def __getattr__(name: str) -> Any:
