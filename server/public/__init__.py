@@ -28,8 +28,8 @@ _HOMES = {
 }
 
 
-# In an editable installation loraplex.server and the like are folders elsewhere, without __init__.py. setuptools' finder
-# knows them, and is asked through an entry of the path that it has put into sys.path.
+# In an editable installation loraplex.server and the like are folders elsewhere, without __init__.py. The finder that
+# setuptools installed knows them; it is asked through an entry of the path, which it has put into sys.path.
 __path__ += [entry for entry in sys.path if entry.startswith("__editable__.loraplex-")]
 
 
