@@ -7,7 +7,7 @@ Connections are kept and used again. No redirects, proxies or compression.
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -79,29 +79,41 @@ class Response:
         self._connection = connection
         self.status, self._headers = _parse_head(head)
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it arrives; after its end the connection serves the next request. Raises ProtocolError."""
-        read = self._connection.reader.read
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
+        """The body as it arrives; after its end the connection serves the next request. Raises ProtocolError.
+
+        Whoever stops before the end must close the iterator, which closes the connection.
+        """
+        complete = False
+        try:
+            async for piece in self._payload():
+                yield piece
+            complete = True
+        finally:
+            if complete and self._headers.get("connection", "").lower() != "close":
+                self._client.keep(self._connection)
+            else:
+                self._connection.writer.close()
+
+    async def _payload(self) -> AsyncGenerator[bytes, None]:
         if "chunked" in self._headers.get("transfer-encoding", "").lower():
             chunked = Dechunker()
             while not chunked.done:
-                if not (data := await read(READ_BYTES)):
-                    raise ProtocolError("the connection was closed in the middle of the answer")
-                if payload := chunked.feed(data):
+                if payload := chunked.feed(await self._read(READ_BYTES)):
                     yield payload
-        elif "content-length" in self._headers:
-            left = int(self._headers["content-length"])
-            while left:
-                if not (data := await read(min(left, READ_BYTES))):
-                    raise ProtocolError("the connection was closed in the middle of the answer")
-                left -= len(data)
-                yield data
-        else:
-            while data := await read(READ_BYTES):
-                yield data
             return
-        if self._headers.get("connection", "").lower() != "close":
-            self._client.keep(self._connection)
+        if "content-length" not in self._headers:
+            raise ProtocolError("the answer has neither Content-Length nor chunks")
+        left = int(self._headers["content-length"])
+        while left:
+            data = await self._read(min(left, READ_BYTES))
+            left -= len(data)
+            yield data
+
+    async def _read(self, most: int) -> bytes:
+        if not (data := await self._connection.reader.read(most)):
+            raise ProtocolError("the connection was closed in the middle of the answer")
+        return data
 
     async def body(self) -> bytes:
         return b"".join([piece async for piece in self.pieces()])
@@ -171,7 +183,11 @@ class HTTPClient:
             connection.writer.close()
             return None
         except asyncio.LimitOverrunError:
+            connection.writer.close()
             raise ProtocolError("not an HTTP answer: its head has no end") from None
+        except asyncio.CancelledError:
+            connection.writer.close()
+            raise
         return Response(self, connection, head)
 
     def keep(self, connection: Connection) -> None:

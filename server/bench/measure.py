@@ -1,6 +1,7 @@
 """One streaming request, timed."""
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,8 +120,9 @@ async def _ask(client: HTTPClient, path: str, request: BenchRequest, outcome: Ou
     if response.status != 200:
         raise _FailedError(str(response.status), _error_text(await response.body()))
     stream = _Stream(outcome, started)
-    async for piece in response.pieces():
-        stream.feed(piece)
+    async with contextlib.aclosing(response.pieces()) as pieces:
+        async for piece in pieces:
+            stream.feed(piece)
     if not stream.finished:
         raise _FailedError("cut", "the stream ended without [DONE]")
     if not stream.has_usage:
