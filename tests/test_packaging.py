@@ -1,5 +1,6 @@
 """What is installed is what is in the tree, and nothing more."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -49,8 +50,8 @@ def test_no_root_folder_is_a_package_of_its_own() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names in a wheel built from a copy of the tree with a stand-in for the demo's weights."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree with a stand-in for the demo's weights."""
     copy = tmp_path_factory.mktemp("source")
     for part in (*CODE, "configs"):
         ignore = shutil.ignore_patterns("__pycache__", "demo")
@@ -60,12 +61,41 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     (copy / "configs" / "demo" / "base").mkdir(parents=True)
     (copy / "configs" / "demo" / "base" / "model.safetensors").write_bytes(b"weights")
     (copy / "configs" / "demo" / "train.py").touch()
-    out = copy / "out"
-    script = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
-    subprocess.run([sys.executable, "-c", script], cwd=copy, check=True, capture_output=True, timeout=120)
+    return copy
+
+
+def build(source: Path, kind: str, out: Path) -> Path:
+    """The wheel that `kind` of setuptools' build functions makes of `source`."""
+    script = f"from setuptools import build_meta; build_meta.{kind}({str(out)!r})"
+    subprocess.run([sys.executable, "-c", script], cwd=source, check=True, capture_output=True, timeout=120)
     [path] = out.glob("*.whl")
-    with zipfile.ZipFile(path) as archive:
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names in a wheel."""
+    with zipfile.ZipFile(build(source, "build_wheel", tmp_path_factory.mktemp("wheel"))) as archive:
         return set(archive.namelist())
+
+
+def test_every_package_is_found_in_an_editable_installation(source: Path, tmp_path: Path) -> None:
+    """There `loraplex` is one folder and `loraplex.server` another, which has no __init__.py."""
+    with zipfile.ZipFile(build(source, "build_editable", tmp_path / "wheel")) as archive:
+        archive.extractall(tmp_path / "site")
+    listed = PROJECT["tool"]["setuptools"]["packages"]
+    script = (
+        "import importlib, site, sys\n"
+        f"site.addsitedir({str(tmp_path / 'site')!r})\n"
+        f"[importlib.import_module(name) for name in {listed!r}]\n"
+        "import loraplex, loraplex.server.cli\n"
+        "print(loraplex.__file__, loraplex.server.cli.__file__)\n"
+    )
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=kept, check=True, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == [str(source / PUBLIC / "__init__.py"), str(source / "server" / "cli.py")]
 
 
 def test_the_wheel_holds_all_code_and_no_weights(wheel: set[str]) -> None:
