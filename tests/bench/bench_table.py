@@ -1,7 +1,7 @@
 """The table of a model's geometry (random weights): decode, prefill and first token, LoRA off, on and used, by rank.
 
-Runs `loraplex bench offline` once without adapters and once per rank with eight random ones, each in a fresh engine, with a
-JSON file each under --out. Further flags go to `loraplex bench offline`.
+Runs `loraplex bench offline` once without adapters and once per rank with eight random ones, each in a fresh engine;
+one JSON file each under --out. Further flags go to `loraplex bench offline`.
 
     python -P tests/bench/bench_table.py --out results [--ranks 16,64] [--layers 48] [--chunked-prefill-size 8192 …]
 """
