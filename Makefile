@@ -64,6 +64,7 @@ types: $(STAMP)
 	@echo "==> checking types"
 	@mkdir -p .typing/loraplex
 	@for part in $(PARTS); do ln -sfn ../../$$part .typing/loraplex/$$part; done
+	@for file in __init__.py py.typed; do ln -sfn ../../server/public/$$file .typing/loraplex/$$file; done
 	$(RUN) mypy --package loraplex
 
 clean:

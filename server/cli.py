@@ -9,10 +9,11 @@ HELP = """\
 usage: loraplex serve MODEL_DIR [flags]   serve a model and its LoRA adapters over the OpenAI HTTP API
        loraplex serve --help              all flags, grouped, with their defaults
        loraplex adapter --help            look at adapter folders, rewrite them
+       loraplex bench --help              measure a server, or the engine alone
        loraplex --version                 version
        loraplex help                      this text
 """
-COMMANDS = ("serve", "adapter", "help", "-h", "--help", "--version")
+COMMANDS = ("serve", "adapter", "bench", "help", "-h", "--help", "--version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from loraplex.server.adapter_cli import main as adapter_main
 
             return adapter_main(rest)
+        case "bench":
+            from loraplex.server.bench.cli import main as bench_main
+
+            return bench_main(rest)
         case "help" | "-h" | "--help":
             print(HELP, end="")
             return 0

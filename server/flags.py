@@ -18,6 +18,7 @@ from loraplex.server.setting_sources import (
     FlagError,
     Given,
     Values,
+    from_mapping,
     read_environment,
     read_file,
     unknown,
@@ -25,6 +26,7 @@ from loraplex.server.setting_sources import (
 from loraplex.server.settings import Setting, settings
 
 COMMAND_LINE = "the command line"
+KEYWORDS = "keyword arguments"
 
 
 class _Store(argparse.Action):
@@ -172,6 +174,18 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, prog: s
         return _build(known, given)
     except ValueError as error:
         raise FlagError(f"{error}{_sources(str(error), given)}") from None
+
+
+def from_keywords(keywords: Mapping[str, Any]) -> Config:
+    """The configuration of Python keyword arguments named like flags, with underscores. Neither a file nor the
+    environment is read. Raises FlagError."""
+    known = settings()
+    given = from_mapping(keywords, known, KEYWORDS)
+    _lower_batch_default(given)
+    try:
+        return _build(known, given)
+    except ValueError as error:
+        raise FlagError(str(error)) from None
 
 
 def _check_relative_paths(setting: Setting, given: Given) -> None:

@@ -30,7 +30,7 @@ class Job:
     request: Request | None
 
 
-class _Run:
+class Run:
     """One engine request under way."""
 
     def __init__(self, stream: RequestStream, choices: list[Choice], *, fails: bool = False) -> None:
@@ -89,7 +89,7 @@ class Generation:
         self.choices = [
             Choice(i * n + j, job.prompt, shape, front.vocabulary) for i, job in enumerate(jobs) for j in range(n)
         ]
-        self._runs: list[_Run] = []
+        self._runs: list[Run] = []
         self._started = time.monotonic()
         self._last_output: dict[int, float] = {}
         """Choice → time of its last output."""
@@ -120,7 +120,7 @@ class Generation:
             if job.request is not None:
                 choices = self.choices[i * self.n : (i + 1) * self.n]
                 fails = job.request.id == self._front.hooks.detok_fail
-                self._runs.append(_Run(self._front.engine.submit(job.request), choices, fails=fails))
+                self._runs.append(Run(self._front.engine.submit(job.request), choices, fails=fails))
 
     def _without_engine(self) -> list[Piece]:
         """Choices of prompts that are only echoed."""

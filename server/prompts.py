@@ -1,40 +1,41 @@
 """Prompts of a request as token ids, tokenised off the event loop."""
 
 import asyncio
+from collections.abc import Sequence
 
 from loraplex.server.chat_protocol import TemplateFields
 from loraplex.server.errors import ContextTooLongError, InvalidRequestError
 from loraplex.server.front import Front
-from loraplex.server.protocol import Prompts
 from loraplex.server.text import Prompt
 
 
-async def prepare(front: Front, prompts: Prompts, *, add_special_tokens: bool) -> list[Prompt]:
+async def prepare(front: Front, prompts: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[Prompt]:
     """Raises InvalidRequestError naming `prompt`. Token ids are taken as they are; texts may get a BOS."""
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if texts:
-        return await _tokenise(front, texts, add_special_tokens)
-    id_lists = [prompt for prompt in prompts if isinstance(prompt, list)]
-    for i, ids in enumerate(id_lists):
-        if max(ids) >= front.engine.info.vocab_size:
-            limit = front.engine.info.vocab_size
-            raise InvalidRequestError(f"prompt: item {i}: token ids must be below {limit}", param="prompt")
-    return [Prompt(ids) for ids in id_lists]
+    texts = {i: prompt for i, prompt in enumerate(prompts) if isinstance(prompt, str)}
+    encoded = await _tokenise(front, texts, add_special_tokens) if texts else {}
+    return [encoded[i] if isinstance(p, str) else _checked(front, i, p) for i, p in enumerate(prompts)]
 
 
-async def _tokenise(front: Front, texts: list[str], add_special_tokens: bool) -> list[Prompt]:
+def _checked(front: Front, i: int, ids: list[int]) -> Prompt:
+    limit = front.engine.info.vocab_size
+    if max(ids) >= limit:
+        raise InvalidRequestError(f"prompt: item {i}: token ids must be below {limit}", param="prompt")
+    return Prompt(ids)
+
+
+async def _tokenise(front: Front, texts: dict[int, str], add_special_tokens: bool) -> dict[int, Prompt]:
     text = front.need_text("A prompt in words", "prompt")
     limit = front.max_length
-    for i, prompt in enumerate(texts):
+    for i, prompt in texts.items():
         if text.surely_longer_than(limit, prompt):
             raise ContextTooLongError(
                 f"prompt: item {i}: far longer than the {limit} tokens this server holds", param="prompt"
             )
-    prompts = await asyncio.to_thread(text.encode, texts, add_special_tokens=add_special_tokens)
-    for i, tokens in enumerate(prompts):
+    encoded = await asyncio.to_thread(text.encode, list(texts.values()), add_special_tokens=add_special_tokens)
+    for i, tokens in zip(texts, encoded):
         if not tokens.ids:
             raise InvalidRequestError(f"prompt: item {i}: an empty prompt", param="prompt")
-    return prompts
+    return dict(zip(texts, encoded))
 
 
 async def prepare_chat(front: Front, fields: TemplateFields) -> Prompt:

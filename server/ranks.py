@@ -9,8 +9,10 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
@@ -55,6 +57,18 @@ def _sigint_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Spawned processes would import this one's main script again, and what a user's script does at its top level must
+    not happen in every rank: a rank needs nothing of it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -78,7 +92,7 @@ class Ranks:
                 followers = [leader for leader, _ in pairs] if rank == 0 else []
                 args = (target, config, rank, end, followers, str(self._folder / "init"))
                 process = context.Process(target=_run, args=args, name=f"loraplex-rank{rank}", daemon=True)
-                with _sigint_blocked():
+                with _sigint_blocked(), _main_hidden():
                     process.start()
                 self.processes.append(process)
         except BaseException:

@@ -9,13 +9,11 @@ with status 128 + its number.
 import asyncio
 import contextlib
 import errno
-import json
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Generator
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -23,6 +21,7 @@ import uvicorn
 from loraplex.engine.config import Config
 from loraplex.engine.messages import Ready
 from loraplex.server.client import EngineClient, EngineStartError
+from loraplex.server.model_files import StartError, check_files
 from loraplex.server.ranks import RankMain, worker_main
 
 log = logging.getLogger(__name__)
@@ -34,10 +33,6 @@ for a probe to see it; then the process ends with status 1, for its supervisor t
 CONNECTION_CLOSE_SECONDS = 2
 
 AppBuilder = Callable[[EngineClient, Config], Any]
-
-
-class StartError(Exception):
-    """Why serving did not begin; the last line names the file or the flag."""
 
 
 class _Stop:
@@ -75,68 +70,17 @@ class _HTTPServer(uvicorn.Server):
             self._on_started()
 
 
-def check_files(config: Config) -> None:
-    """Raises StartError for what needs no engine to be seen wrong."""
-    model = Path(config.model.model_path)
-    _check_folder("the model folder", model, "; models are not downloaded, give a local folder")
-    if not (model / "config.json").is_file():
-        raise StartError(f"{model / 'config.json'} does not exist; is {model} a model folder?")
-    _check_config(model / "config.json", config.parallel.tp_size)
-    if config.model.tokenizer_path is not None:
-        _check_folder("--tokenizer-path", Path(config.model.tokenizer_path))
-    if config.model.chat_template is not None and not Path(config.model.chat_template).is_file():
-        raise StartError(f"--chat-template: {config.model.chat_template} is not a file")
-    for root in config.lora.adapter_root:
-        _check_folder("--adapter-root", Path(root))
-    for name, path in config.lora.adapters:
-        if not path.startswith("dummy:"):
-            _check_folder(f"--lora-paths {name}", Path(path))
-
-
-def _check_config(path: Path, tp_size: int) -> None:
-    """What every rank would find out after seconds. Whatever else is wrong with the file the engine tells."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    if not isinstance(fields, dict):
-        return
-    if "auto_map" in fields:
-        log.warning("%s: auto_map is ignored: code that comes with a checkpoint is never run", path)
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = fields.get(name)
-        if isinstance(heads, int) and heads > 0 and heads % tp_size and tp_size % heads:
-            raise StartError(f"--tp-size {tp_size} cannot split {name} {heads} of {path} evenly")
-
-
-def _check_folder(what: str, path: Path, advice: str = "") -> None:
-    if not path.is_dir():
-        raise StartError(f"{what}: {path} {'is not a folder' if path.exists() else f'does not exist{advice}'}")
-
-
 def load_front() -> AppBuilder:
     """Imports the HTTP side, which takes seconds, and returns what makes the application over a ready engine.
 
     That raises StartError when the tokenizer or the sampling defaults cannot be read.
     """
     from loraplex.server.app import create_app
-    from loraplex.server.sampling import GenerationDefaults
-    from loraplex.server.text import TextProcessor
+    from loraplex.server.tokenizer_files import read_defaults, read_text
 
     def build(client: EngineClient, config: Config) -> Any:
-        model = config.model
-        try:
-            defaults = GenerationDefaults.of_model(model)
-        except ValueError as error:
-            raise StartError(str(error)) from error
-        if model.skip_tokenizer_init:
-            return create_app(client, None, config, defaults)
-        try:
-            text = TextProcessor(model.tokenizer_dir, model.chat_template, client.info.vocab_size)
-        except (ValueError, OSError) as error:
-            words = " ".join(str(error).split())
-            raise StartError(f"tokenizer of {model.tokenizer_dir}: {words}") from error
-        return create_app(client, text, config, defaults)
+        defaults = read_defaults(config.model)
+        return create_app(client, read_text(config.model, client.info.vocab_size), config, defaults)
 
     return build
 

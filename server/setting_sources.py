@@ -82,16 +82,21 @@ def read_file(path: str, known: list[Setting]) -> dict[str, Given]:
         raise FlagError(f"--config {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise FlagError(f"--config {path}: {yaml_complaint(error)}") from None
+    return from_mapping(content, known, path)
+
+
+def from_mapping(content: Mapping[Any, Any], known: list[Setting], source: str) -> dict[str, Given]:
+    """Settings of names with values whose types are right already."""
     table = spellings(known)
-    values = Values(path)
+    values = Values(source)
     for key, value in content.items():
         spelling = table.get(str(key).replace("_", "-"))
         if spelling is None:
-            unknown(path, str(key), list(table))
+            unknown(source, str(key), list(table))
         try:
             parsed = spelling.setting.from_yaml(value)
         except ValueError as error:
-            raise FlagError(f"{path}: {key}: {error}") from None
+            raise FlagError(f"{source}: {key}: {error}") from None
         values.put(spelling.setting, not parsed if spelling.inverted else parsed, str(key))
     return values.given
 

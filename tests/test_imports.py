@@ -1,6 +1,8 @@
 """Imports point one way: server → engine → kernels; and the HTTP front never loads torch of its own."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,3 +60,16 @@ def test_a_planted_violation_is_seen(tmp_path: Path, part: str, statement: str) 
     (tmp_path / part / "deep").mkdir(parents=True)
     (tmp_path / part / "deep" / "planted.py").write_text(statement)
     assert len(violations(tmp_path)) >= 1
+
+
+def test_the_public_package_is_light_and_exports_what_it_says() -> None:
+    """In a process of its own: this one has loaded everything."""
+    script = (
+        "import sys, loraplex\n"
+        "heavy = {'torch', 'transformers', 'pydantic', 'loraplex.server.offline.llm'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+        "from loraplex import *\n"
+        "assert set(loraplex.__all__) <= set(globals()) and loraplex.__version__\n"
+        "assert LLM.__module__ == 'loraplex.server.offline.llm'\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", script], check=True, timeout=120)

@@ -1,5 +1,6 @@
 """What is installed is what is in the tree, and nothing more."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,20 +12,29 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CODE = ("server", "engine", "kernels")
+PUBLIC = "server/public"
+"""This folder is the package `loraplex` itself."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def packages_in_tree(root: Path) -> set[str]:
     """Every folder of code that holds a module; `configs` is data around one package."""
     folders = {path.parent for part in CODE for path in (root / part).rglob("*.py")}
-    roots = {f"loraplex.{part}" for part in (*CODE, "configs")}
-    return roots | {"loraplex." + ".".join(folder.relative_to(root).parts) for folder in folders}
+    roots = {"loraplex", *(f"loraplex.{part}" for part in (*CODE, "configs"))}
+    inner = folders - {root / PUBLIC}
+    return roots | {"loraplex." + ".".join(folder.relative_to(root).parts) for folder in inner}
 
 
 def test_every_folder_of_code_is_a_listed_package() -> None:
     listed = PROJECT["tool"]["setuptools"]["packages"]
     assert set(listed) == packages_in_tree(ROOT)
     assert len(listed) == len(set(listed))
+
+
+def test_the_public_package_has_no_modules_of_its_own() -> None:
+    """A module there would be two: `loraplex.x` and `loraplex.server.public.x`."""
+    assert PROJECT["tool"]["setuptools"]["package-dir"]["loraplex"] == PUBLIC
+    assert {path.name for path in (ROOT / PUBLIC).glob("*.*")} == {"__init__.py", "py.typed"}
 
 
 def test_a_forgotten_folder_is_seen(tmp_path: Path) -> None:
@@ -40,8 +50,8 @@ def test_no_root_folder_is_a_package_of_its_own() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names in a wheel built from a copy of the tree with a stand-in for the demo's weights."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree with a stand-in for the demo's weights."""
     copy = tmp_path_factory.mktemp("source")
     for part in (*CODE, "configs"):
         ignore = shutil.ignore_patterns("__pycache__", "demo")
@@ -51,17 +61,48 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     (copy / "configs" / "demo" / "base").mkdir(parents=True)
     (copy / "configs" / "demo" / "base" / "model.safetensors").write_bytes(b"weights")
     (copy / "configs" / "demo" / "train.py").touch()
-    out = copy / "out"
-    script = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
-    subprocess.run([sys.executable, "-c", script], cwd=copy, check=True, capture_output=True, timeout=120)
+    return copy
+
+
+def build(source: Path, kind: str, out: Path) -> Path:
+    """The wheel that `kind` of setuptools' build functions makes of `source`."""
+    script = f"from setuptools import build_meta; build_meta.{kind}({str(out)!r})"
+    subprocess.run([sys.executable, "-c", script], cwd=source, check=True, capture_output=True, timeout=120)
     [path] = out.glob("*.whl")
-    with zipfile.ZipFile(path) as archive:
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names in a wheel."""
+    with zipfile.ZipFile(build(source, "build_wheel", tmp_path_factory.mktemp("wheel"))) as archive:
         return set(archive.namelist())
 
 
+def test_every_package_is_found_in_an_editable_installation(source: Path, tmp_path: Path) -> None:
+    """There `loraplex` is one folder and `loraplex.server` another, which has no __init__.py."""
+    with zipfile.ZipFile(build(source, "build_editable", tmp_path / "wheel")) as archive:
+        archive.extractall(tmp_path / "site")
+    listed = PROJECT["tool"]["setuptools"]["packages"]
+    script = (
+        "import importlib, site, sys\n"
+        f"site.addsitedir({str(tmp_path / 'site')!r})\n"
+        f"[importlib.import_module(name) for name in {listed!r}]\n"
+        "import loraplex, loraplex.server.cli\n"
+        "print(loraplex.__file__, loraplex.server.cli.__file__)\n"
+    )
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=kept, check=True, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == [str(source / PUBLIC / "__init__.py"), str(source / "server" / "cli.py")]
+
+
 def test_the_wheel_holds_all_code_and_no_weights(wheel: set[str]) -> None:
-    modules = {f"loraplex/{path.relative_to(ROOT)}" for part in CODE for path in (ROOT / part).rglob("*.py")}
+    paths = {path.relative_to(ROOT) for part in CODE for path in (ROOT / part).rglob("*.py")}
+    modules = {f"loraplex/{str(path).removeprefix(PUBLIC + '/')}" for path in paths}
     assert modules <= wheel
+    assert "loraplex/py.typed" in wheel
     assert {f"loraplex/{part}/py.typed" for part in (*CODE, "configs")} <= wheel
     assert "loraplex/configs/serve/demo.yaml" in wheel
     assert {name for name in wheel if "/demo/" in name or name.endswith(".safetensors")} == set()
