@@ -165,6 +165,7 @@ def plain_batch(
         slot_row=torch.tensor(list(slot_rows), dtype=torch.int32, device=device),
         seg_indptr=torch.tensor(bounds, dtype=torch.int32, device=device),
         weight_indices=values.to(torch.int32),
+        segment_row=torch.tensor([*slot_rows, -1], dtype=torch.int32, device=device)[values.long()],
         permutation=order,
         num_segments=torch.tensor([len(segments)], dtype=torch.int32, device=device),
         max_rank_in_batch=0,

@@ -104,6 +104,7 @@ class StaticBatch:
             "slot_row": backend.options.max_slots,
             "seg_indptr": segments + 1,
             "weight_indices": segments,
+            "segment_row": segments,
             "num_segments": 1,
         }
         nothing = np.zeros(0, dtype=np.int64)
@@ -139,6 +140,7 @@ def _fields(
         "slot_row": np.asarray(slot_rows, dtype=np.int64),
         "seg_indptr": segments.indptr,
         "weight_indices": segments.slots,
+        "segment_row": np.asarray([slot_rows[s] if s >= 0 else -1 for s in segments.slots.tolist()], dtype=np.int64),
         "num_segments": np.asarray([len(segments.slots)]),
     }
 

@@ -3,7 +3,8 @@
 
 The `_rows` form takes one pair per program and suits few pairs: nearly every pair has its own matrices. The `_chunks`
 form takes a run of pairs with the same expert and adapter. Both loop over the live rank of the tables and read nothing
-beyond it, whatever the grid; part 0 is gate, 1 up, 2 down. `t` is in the sorted order of the pairs.
+beyond it, whatever the grid; part 0 is gate, 1 up, 2 down. `t` has a row per pair, in the form of rows in the order of
+the pairs, in that of chunks in the sorted one.
 """
 
 import triton
@@ -57,9 +58,9 @@ def shrink_rows(
     BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """t[place, part] = scale · A x. BY_PLACE: x has a row per sorted pair, else one per token.
+    """t[pair, part] = scale · A x. BY_PLACE: x has a row per sorted pair and is the predecessor's, else one per token.
 
-    The first tile of A is read before the wait, so that it travels while the predecessor ends.
+    The first tile of A, and of an older x, is read before the wait, so that it travels while the predecessor ends.
     """
     pair = tl.program_id(0)
     part = PART + tl.program_id(1) % PARTS
@@ -77,17 +78,23 @@ def shrink_rows(
         r = r0 + tl.arange(0, BLOCK_R)
         a_at = a + r[:, None] * D + k[None, :]
         w = tl.load(a_at, mask=(r < rank)[:, None] & (k < D)[None, :], other=0.0)
-        if DEPENDENT:
-            gdc_wait()
-            gdc_launch_dependents()
-        place = tl.load(position + pair)
-        x_row = place if BY_PLACE else pair // TOP_K
-        x_at = x + x_row.to(tl.int64) * D + k
-        acc = w.to(tl.float32) * tl.load(x_at, mask=k < D, other=0.0).to(tl.float32)[None, :]
+        if BY_PLACE:
+            if DEPENDENT:
+                gdc_wait()
+                gdc_launch_dependents()
+            x_at = x + tl.load(position + pair).to(tl.int64) * D + k
+            x_k = tl.load(x_at, mask=k < D, other=0.0)
+        else:
+            x_at = x + (pair // TOP_K).to(tl.int64) * D + k
+            x_k = tl.load(x_at, mask=k < D, other=0.0)
+            if DEPENDENT:
+                gdc_wait()
+                gdc_launch_dependents()
+        acc = w.to(tl.float32) * x_k.to(tl.float32)[None, :]
         for k0 in range(BLOCK_K, D, BLOCK_K):
             w = tl.load(a_at + k0, mask=(r < rank)[:, None] & (k0 + k < D)[None, :], other=0.0)
             acc += w.to(tl.float32) * tl.load(x_at + k0, mask=k0 + k < D, other=0.0).to(tl.float32)[None, :]
-        t_at = t + place.to(tl.int64) * (PARTS * RANK_CAP) + (part - PART) * RANK_CAP + r
+        t_at = t + pair.to(tl.int64) * (PARTS * RANK_CAP) + (part - PART) * RANK_CAP + r
         tl.store(t_at, (tl.sum(acc, 1) * scale).to(t.dtype.element_ty), mask=r < rank)
     if DEPENDENT:
         gdc_wait()
@@ -245,7 +252,7 @@ def activate_rows(
     b_up = _matrix(arena, places, row, 1, expert, 1, PLACES_STRIDE)
     # Routing is older than the predecessor: it waited for it.
     place = tl.load(position + pair).to(tl.int64)
-    t_at = t + place * (2 * RANK_CAP)
+    t_at = t + pair.to(tl.int64) * (2 * RANK_CAP)
     gate = _row_product(b_gate, t_at, rank_gate, n, INNER, BLOCK_R, DEPENDENT)
     up = _row_product(b_up, t_at + RANK_CAP, rank_up, n, INNER, BLOCK_R, DEPENDENT)
     if DEPENDENT:
@@ -325,7 +332,6 @@ def expand_rows(
     ranks,
     token_row,
     ids,
-    position,
     N: tl.constexpr,
     TOP_K: tl.constexpr,
     RANK_CAP: tl.constexpr,
@@ -344,7 +350,7 @@ def expand_rows(
     row = tl.maximum(row, 0)
     rank = tl.where(touched, tl.load(ranks + row * RANKS_STRIDE + 2), 0)
     b = _matrix(arena, places, row, 2, expert, 1, PLACES_STRIDE)
-    t_at = t + tl.load(position + pair).to(tl.int64) * RANK_CAP
+    t_at = t + pair.to(tl.int64) * RANK_CAP
     acc = _row_product(b, t_at, rank, n, N, BLOCK_R, DEPENDENT)
     if DEPENDENT:
         gdc_wait()

@@ -16,10 +16,8 @@ def shrink_segments(
     ranks,
     scales,
     seg_indptr,
-    weight_indices,
-    num_segments,
+    segment_row,
     permutation,
-    slot_row,
     K: tl.constexpr,
     X_ROW: tl.constexpr,
     z_part,
@@ -40,26 +38,25 @@ def shrink_segments(
 
     Grid: segments × tiles (programs that share a segment's tokens), SPLIT_K, programs that share the rank rows.
     """
-    if PDL:  # see _triton_rows.py
-        gdc_wait()
-        gdc_launch_dependents()
     segment = tl.program_id(0) // tiles
-    if segment >= tl.load(num_segments):
-        return
-    slot = tl.load(weight_indices + segment)
-    if slot < 0:
-        return
+    row = tl.load(segment_row + segment).to(tl.int64)
     start = tl.load(seg_indptr + segment)
     end = tl.load(seg_indptr + segment + 1)
-    row = tl.load(slot_row + slot).to(tl.int64)
+    if row < 0:
+        if PDL:
+            gdc_wait()
+        return
     total = total_rank(ranks, row, PARTS, RANKS_ROW, RANKS_PART)
     SPAN: tl.constexpr = (K + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K) * BLOCK_K
     split = tl.program_id(1)
     kk = split * SPAN + tl.arange(0, BLOCK_K)
     mm = tl.arange(0, BLOCK_M)
+    if PDL:  # see _triton_rows.py; the step's tables are older than the predecessor
+        gdc_wait()
+        gdc_launch_dependents()
     for m0 in range(start + tl.program_id(0) % tiles * BLOCK_M, end, tiles * BLOCK_M):
         filled = m0 + mm < end
-        token = tl.load(permutation + m0 + mm, mask=filled, other=0)  # row 0 stands in, its results are not stored
+        token = tl.load(permutation + m0 + mm, mask=filled, other=0)
         for j0 in range(tl.program_id(2) * BLOCK_R, total, tl.num_programs(2) * BLOCK_R):
             j = j0 + tl.arange(0, BLOCK_R)
             # Rows past the last one read it again and are not stored: no mask in the loop, nothing read beyond it.
@@ -82,11 +79,11 @@ def shrink_segments(
             acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
             for k in tl.range(0, SPAN, BLOCK_K, num_stages=STAGES):
                 if K % (SPLIT_K * BLOCK_K) == 0:
-                    xv = tl.load(x_at + k)
+                    xv = tl.load(x_at + k, mask=filled[:, None], other=0.0)
                     a = tl.load(a_at + k)
                 else:
                     inner = k + kk < K
-                    xv = tl.load(x_at + k, mask=inner[None, :], other=0.0)
+                    xv = tl.load(x_at + k, mask=filled[:, None] & inner[None, :], other=0.0)
                     a = tl.load(a_at + k, mask=inner[:, None], other=0.0)
                 acc = tl.dot(xv, a, acc, input_precision="ieee")
             z_at = z + ((m0 + mm).to(tl.int64) * SPLIT_K + split)[:, None] * (PARTS * z_part) + column[None, :]
@@ -101,10 +98,8 @@ def expand_segments(
     places,
     ranks,
     seg_indptr,
-    weight_indices,
-    num_segments,
+    segment_row,
     permutation,
-    slot_row,
     WIDTHS: tl.constexpr,
     WIDTH_DIV: tl.constexpr,
     Y_ROW: tl.constexpr,
@@ -125,27 +120,26 @@ def expand_segments(
 
     Grid: segments × tiles, column tiles of all parts.
     """
-    if PDL:  # see _triton_rows.py
-        gdc_wait()
-        gdc_launch_dependents()
     segment = tl.program_id(0) // tiles
-    if segment >= tl.load(num_segments):
-        return
-    slot = tl.load(weight_indices + segment)
-    if slot < 0:
-        return
+    row = tl.load(segment_row + segment).to(tl.int64)
     start = tl.load(seg_indptr + segment)
     end = tl.load(seg_indptr + segment + 1)
-    row = tl.load(slot_row + slot).to(tl.int64)
     part, width, begin, n0 = locate_columns(tl.program_id(1), WIDTHS, WIDTH_DIV, BLOCK_N)
-    rank = tl.load(ranks + row * RANKS_ROW + part * RANKS_PART)
-    if rank == 0:
+    rank = tl.load(ranks + tl.maximum(row, 0) * RANKS_ROW + part * RANKS_PART)
+    b = arena + tl.multiple_of(tl.load(places + tl.maximum(row, 0) * PLACES_ROW + part * PLACES_PART + 1), ALIGN)
+    if (row < 0) | (rank == 0):
+        if PDL:
+            gdc_wait()
         return
-    b = arena + tl.multiple_of(tl.load(places + row * PLACES_ROW + part * PLACES_PART + 1), ALIGN)
     n = n0 + tl.arange(0, BLOCK_N)
     inside = n < width
     rr = tl.arange(0, BLOCK_R)
     mm = tl.arange(0, BLOCK_M)
+    # The first rank rows of B travel while the shrink ends.
+    ahead = tl.load(b + tl.minimum(rr, rank - 1)[:, None] * width + n[None, :], mask=inside[None, :], other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     for m0 in range(start + tl.program_id(0) % tiles * BLOCK_M, end, tiles * BLOCK_M):
         filled = m0 + mm < end
         token = tl.load(permutation + m0 + mm, mask=filled, other=0)
@@ -156,8 +150,10 @@ def expand_segments(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for r0 in range(0, rank, BLOCK_R):
             # Rows past the rank read its last one again; their z counts as 0.
-            r = tl.minimum(r0 + rr, rank - 1)
-            weights = tl.load(b + r[:, None] * width + n[None, :], mask=inside[None, :], other=0.0)
+            weights = ahead
+            if r0 > 0:
+                r = tl.minimum(r0 + rr, rank - 1)
+                weights = tl.load(b + r[:, None] * width + n[None, :], mask=inside[None, :], other=0.0)
             # z is wide enough for whole tiles: an unmasked read stays inside and can be a wide one.
             zv = tl.load(z_at + r0, mask=filled[:, None], other=0.0).to(tl.float32)
             for split in tl.static_range(1, SPLIT_K):

@@ -29,6 +29,8 @@ class LoRABatchInfo:
     """int32 [num_segments + 1]: dense backend's segments, over `permutation`."""
     weight_indices: torch.Tensor
     """int32 [num_segments]: slot of each dense segment, −1 = base."""
+    segment_row: torch.Tensor
+    """int32 [num_segments]: slot_row[weight_indices], −1 = base or no segment: spares the kernels a look-up."""
     permutation: torch.Tensor
     """int64 [T]: dense backend's token order."""
     num_segments: torch.Tensor

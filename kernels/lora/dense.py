@@ -1,7 +1,7 @@
 """Launchers of the dense-LoRA kernels: shrink z = scale · x Aᵀ, then expand y += z B, two launches for all parts.
 
 Both compute what `reference.lora_add_` specifies. Neither reads anything of the batch on the host: grids come from
-buffer lengths and shapes, kernels stop at `num_segments` and at slots of −1, loops run to the live rank. A CUDA graph
+buffer lengths and shapes, segments whose table row is −1 are passed over, loops run to the live rank. A CUDA graph
 therefore replays with other adapters, ranks and segments than those it was captured with, up to
 `max_rank_in_batch`. No atomics: results do not depend on scheduling.
 """
@@ -101,7 +101,7 @@ def segments_add_(
     expand = choose_tile("dense_segments_expand", x_TD.device, default, tokens, **shape)
     dtype = torch.float32 if shrink.split_k > 1 else x_TD.dtype
     z = x_TD.new_empty(tokens, shrink.split_k, parts, _scratch_rank(batch, expand), dtype=dtype)
-    order = (batch.seg_indptr, batch.weight_indices, batch.num_segments, batch.permutation, batch.slot_row)
+    order = (batch.seg_indptr, batch.segment_row, batch.permutation)
     tiles = _segment_tiles(tokens, segments, longest, block_m)
     kernels.shrink_segments[(segments * tiles, shrink.split_k, _rank_programs(parts, batch, shrink))](
         x_TD,

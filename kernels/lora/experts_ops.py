@@ -1,8 +1,9 @@
 """The adapters' part of the routed experts, one launch each: shrink, expand + activation, expand.
 
 P pairs in a `PairOrder`, C parts (gate and up, or down), I expert width. `t` is [P, C · capacity]: the scaled x Aᵀ of
-each sorted pair. A step's pairs are taken in chunks when the order has them, else one by one. No launch depends on what
-the adapters of the step are: grids come from the number of pairs, loops from the tables on the device.
+each pair. A step's pairs are taken in chunks when the order has them (t is then sorted as they are), else one by one.
+No launch depends on what the adapters of the step are: grids come from the number of pairs, loops from the tables on
+the device.
 """
 
 from collections.abc import Mapping
@@ -81,7 +82,7 @@ def expand_down(t: torch.Tensor, width: int, step: AdapterStep) -> torch.Tensor:
     if chunks is None:
         tile = tiles.expand_rows_tile(t.shape[0])
         kernels.expand_rows[(t.shape[0], -(-width // tile.block_n))](
-            t, delta, lora.arena, lora.places, lora.ranks, batch.token_row, step.ids_TK, order.position_P, N=width,
+            t, delta, lora.arena, lora.places, lora.ranks, batch.token_row, step.ids_TK, N=width,
             TOP_K=step.ids_TK.shape[1], **_table_shape(step), BLOCK_N=tile.block_n, BLOCK_R=tile.block_r,
             **_launch(t, tile),
         )  # fmt: skip

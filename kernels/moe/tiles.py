@@ -73,7 +73,7 @@ def expand_rows_tile(pairs: int) -> TileConfig:
 def shrink_chunks_tile(rows: int, rank: int) -> TileConfig:
     """block_r: rank rows of each part."""
     if rows == DECODE_CHUNK_ROWS:
-        return TileConfig(block_m=16, block_r=16, block_k=256, num_warps=2, num_stages=3)
+        return TileConfig(block_m=16, block_r=16, block_k=128, num_warps=2, num_stages=4)
     return TileConfig(
         block_m=64, block_r=16 if rank <= 16 else 32 if rank <= 32 else 64, block_k=64, num_warps=4, num_stages=4
     )
@@ -85,8 +85,8 @@ def parts_together(rows: int) -> bool:
 
 
 ACTIVATE_ROWS = TileConfig(block_n=128, block_r=16, num_warps=1)
-ACTIVATE_CHUNKS = TileConfig(block_m=DECODE_CHUNK_ROWS, block_n=64, block_r=16, num_warps=2)
-EXPAND_CHUNKS = TileConfig(block_m=DECODE_CHUNK_ROWS, block_n=128, block_r=16, num_warps=2)
+ACTIVATE_CHUNKS = TileConfig(block_m=DECODE_CHUNK_ROWS, block_n=128, block_r=16, num_warps=4)
+EXPAND_CHUNKS = TileConfig(block_m=DECODE_CHUNK_ROWS, block_n=512, block_r=16, num_warps=4)
 
 
 def _by_rows_per_expert(

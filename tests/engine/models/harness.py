@@ -110,6 +110,7 @@ def lora_batch(lens: list[int], slots: list[int], slot_rows: list[int], chunk: i
         slot_row=int32(slot_rows),
         seg_indptr=int32(bounds),
         weight_indices=int32(segment_slots),
+        segment_row=int32([slot_rows[s] if s >= 0 else -1 for s in segment_slots]),
         permutation=torch.tensor(order),
         num_segments=int32([len(segment_slots)]),
         max_rank_in_batch=16,

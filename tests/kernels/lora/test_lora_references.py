@@ -26,7 +26,7 @@ def batch_of(rows):
         else:
             segments.append([rows[token], i, i + 1])
     empty = torch.empty(0, dtype=torch.int32)
-    return LoRABatchInfo(*[empty] * 7, torch.tensor(order), empty, 0, tuple(map(tuple, segments)))
+    return LoRABatchInfo(*[empty] * 8, torch.tensor(order), empty, 0, tuple(map(tuple, segments)))
 
 
 @pytest.fixture

@@ -104,10 +104,10 @@ def test_graph_replay_with_more_adapters_than_at_capture():
     rng = random.Random(0)
     for bucket in (1, 2, 4, 8, 16, 33, 64, 160):
         x, ids, weights = layer.inputs(bucket)
-        token_slot = torch.zeros(bucket, dtype=torch.int32, device="cuda")
+        token_slot, token_row = torch.zeros(2, bucket, dtype=torch.int32, device="cuda")
         static = dataclasses.replace(
             plain_batch([0] * bucket, [1] * bucket, [0] * 8, device="cuda"),
-            token_slot=token_slot, slot_row=slot_row, max_rank_in_batch=16,
+            token_slot=token_slot, token_row=token_row, slot_row=slot_row, max_rank_in_batch=16,
         )  # fmt: skip
 
         def run(x=x, ids=ids, weights=weights, static=static):
@@ -136,6 +136,7 @@ def test_graph_replay_with_more_adapters_than_at_capture():
             for static_buffer, new in ((x, new_x), (ids, new_ids), (weights, new_weights)):
                 static_buffer.copy_(new)
             token_slot.copy_(batch.token_slot)
+            token_row.copy_(torch.tensor([*order, -1], dtype=torch.int32)[batch.token_slot.long().cpu()])
             graph.replay()
             assert_near(out[:live], layer.exact(x, ids, weights, layer.lora, batch)[:live])
             eager = moe_lora_forward(x, ids, weights, layer.w13, layer.w2, table, static, rank_capacity=128)
