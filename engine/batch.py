@@ -27,8 +27,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """KV length after this step: computed before + new."""
     ids: list[int]
     """[T] token ids; −1 means: the last token sampled for this row, taken from the device buffer."""
-    pages: list[list[int]]
-    """KV page numbers of each row, in order; covers seq_lens."""
+    first_page: list[int]
+    """[B] place of the row's first new page among its pages; 0 when a sequence begins in the row."""
+    new_pages: list[list[int]]
+    """KV page numbers that each row has got since its last step: every rank keeps the table of the rest. Together they
+    cover seq_lens."""
     slots: list[int]
     """[B] adapter slot of each row, 0…S−1; −1 is the base model."""
     slot_rows: list[int]
@@ -42,17 +45,22 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 @dataclass(frozen=True)
 class AttentionPlan:
     """Where this step's keys and values go and what each query sees. Device tensors, plus host lists the CPU
-    reference uses to avoid reading the device back."""
+    reference uses to avoid reading the device back.
+
+    The tensors may be longer than the step: static buffers of a CUDA graph. Tokens and rows beyond it are padding.
+    """
 
     slot_mapping_T: torch.Tensor
-    """int64 [T]: flat KV position (page · page_size + offset) each token's k and v are stored at."""
+    """int64 [T]: flat KV position (page · page_size + offset) each token's k and v are stored at; −1: padding, nothing
+    is stored."""
     page_table_BP: torch.Tensor
-    """int32 [B, P]: pages of each row, tail filled with 0."""
+    """int32 [B, P]: pages of each row; the tail holds any valid page numbers."""
     query_start_B1: torch.Tensor
-    """int32 [B + 1]: exclusive prefix sum of query_lens."""
+    """int32 [B + 1]: exclusive prefix sum of query_lens; padding rows repeat the last bound."""
     seq_lens_B: torch.Tensor
-    """int32 [B]."""
+    """int32 [B]; 0 in padding rows."""
     query_lens: list[int]
+    """Of the rows that are no padding; a captured graph must not depend on it. The same holds for seq_lens."""
     seq_lens: list[int]
     page_size: int
     is_decode: bool
@@ -69,3 +77,5 @@ class ForwardContext:
     """Per layer (k, v), each [num_pages · page_size, H_kv_local, head_dim]."""
     lora: LoRABatchInfo | None
     """None: no token of this step uses an adapter; no LoRA code runs."""
+    rank_capacity: int | None = None
+    """Largest rank that `lora` may come to describe when this forward is replayed; None: the forward runs once."""

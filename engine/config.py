@@ -185,6 +185,7 @@ class SchedulerConfig:
     chunked_prefill_size: int = flag(
         2048, "prompt tokens computed in one step; -1: no limit", aliases=("max-num-batched-tokens",)
     )
+    disable_overlap_schedule: bool = flag(False, "prepare a step only when the one before it is done (CUDA)")
     watchdog_timeout: float = flag(30.0, "seconds without a sign of life before /health answers 503", metavar="SECONDS")
 
     def __post_init__(self) -> None:

@@ -41,6 +41,8 @@ class Hooks:
     """CHUNK=n: prompt tokens of a step."""
     max_loras: int | None = None
     """MAX_LORAS=n: adapters of a step."""
+    overlap: int = 0
+    """OVERLAP=1: a step is launched before the outputs of the one before it are known, on a CPU too."""
 
     def resized(self, config: Config) -> Config:
         """The settings with this test's sizes."""

@@ -6,17 +6,18 @@ import torch
 
 from loraplex.engine.batch import ForwardContext, StepPlan
 from loraplex.engine.config import Config
-from loraplex.engine.inputs import StepInputs, build_inputs
+from loraplex.engine.device import send
+from loraplex.engine.inputs import PageTable, StepInputs, build_inputs, known_ids
+from loraplex.engine.launched import LaunchedStep, PromptLogprobs, SampledRows
 from loraplex.engine.lora.backend import make_backend
 from loraplex.engine.lora.pool import AdapterPool
 from loraplex.engine.memory import arena_bytes, available_bytes, num_kv_pages, parameter_bytes
-from loraplex.engine.messages import TokenLogprobs
 from loraplex.engine.model_config import DTYPES, read_eos_token_ids, read_model_spec
 from loraplex.engine.models import build_model
 from loraplex.engine.models.decoder import CausalLM
 from loraplex.engine.parallel import Parallel
 from loraplex.engine.sampler import Sampled, Sampler, top_logprobs
-from loraplex.engine.step import SamplingPlan, StepResult
+from loraplex.engine.step import SamplingPlan
 from loraplex.engine.weights import init_dummy, load_weights
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.experts import expert_lora_op
@@ -43,6 +44,7 @@ class ModelRunner:
         self.kv: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.page_size = config.cache.page_size
         self.max_rows = config.scheduler.max_running_requests
+        self.pages = PageTable(self.max_rows, -(-self.context_length // self.page_size), self.page_size)
         self.last_token = torch.zeros(self.max_rows, dtype=torch.int64, device=device)
         self.sampler = Sampler(
             self.spec.vocab_size,
@@ -111,7 +113,7 @@ class ModelRunner:
         decodes = {min(n, self.max_rows, pages) for n in (WARM_DECODES if cuda else WARM_DECODES[:1])}
         for plan in [[n] for n in sorted(prompts)] + [[1] * n for n in sorted(decodes)]:
             for slot in (-1, 0) if self.config.lora.enable_lora else (-1,):
-                self._forward(self._probe_plan(plan, slot))
+                self._probe(self._probe_plan(plan, slot))
 
     def _measure_activations(self) -> None:
         """On CUDA, notes the peak of a full prompt chunk, so that KV does not take what a step needs."""
@@ -121,10 +123,14 @@ class ModelRunner:
         tokens = min(self.context_length, self.config.scheduler.prefill_budget)
         self.kv = self._new_kv(-(-tokens // self.page_size))
         torch.cuda.reset_peak_memory_stats(self.device)
-        self._forward(self._probe_plan([tokens]))
+        self._probe(self._probe_plan([tokens]))
         self.kv = []
         # The caching allocator keeps the peak reserved: mem_get_info counts it as used, and steps reuse it.
         self.memory_table.append(("activations", torch.cuda.max_memory_allocated(self.device) - before))
+
+    def _probe(self, plan: StepPlan) -> None:
+        self.pages.update(plan)
+        self._forward(plan)
 
     def _probe_plan(self, num_new: list[int], slot: int = -1) -> StepPlan:
         """Fresh sequences of so many tokens, all of the base or all of table row 0, whoever lives there."""
@@ -139,7 +145,8 @@ class ModelRunner:
             num_new=num_new,
             seq_lens=num_new,
             ids=[i % self.spec.vocab_size for i in range(sum(num_new))],
-            pages=pages,
+            first_page=[0] * rows,
+            new_pages=pages,
             slots=[slot] * rows,
             slot_rows=[0] if slot == 0 else [],
             sample=[True] * rows,
@@ -163,37 +170,38 @@ class ModelRunner:
     # ---- steps
 
     @torch.inference_mode()
-    def execute(
+    def launch(
         self, plan: StepPlan, sampling: SamplingPlan | None, poison: frozenset[int] = frozenset()
-    ) -> StepResult:
-        """Runs a step. Rank 0 passes `sampling` and gets the result; other ranks pass None and get an empty one.
+    ) -> LaunchedStep:
+        """Starts a step, which runs in order behind those launched before, and does not wait for the device. Rank 0
+        passes `sampling`; other ranks pass None, and what they get holds nothing.
 
         `poison`: indices of plan rows whose logits a test wants to be NaN.
         """
+        self.pages.update(plan)
         for new in sampling.new_rows if sampling is not None else ():
             self.sampler.start_row(new.row, new.params, new.prompt_ids, new.output_ids)
         inputs, hidden_TD = self._forward(plan)
-        result = StepResult(
-            tokens=[-1] * len(plan.rows),
-            broken=[False] * len(plan.rows),
-            logprobs=[None] * len(plan.rows),
-            prompt_logprobs=[[] for _ in plan.rows],
-        )
-        for i in range(len(plan.rows)):
+        step = LaunchedStep(len(plan.rows))
+        end = 0
+        for i, num_new in enumerate(plan.num_new):
+            end += num_new
             if plan.prompt_logprobs[i] >= 0:
-                end = sum(plan.num_new[: i + 1])
-                targets = sampling.prompt_targets[i] if sampling is not None else None
-                hidden_ND = hidden_TD[end - plan.num_new[i] : end]
-                result.prompt_logprobs[i] = self._prompt_logprobs(hidden_ND, plan, i, targets)
+                targets = sampling.prompt_targets[i] if sampling is not None else []
+                step.prompts += self._prompt_logprobs(hidden_TD[end - num_new : end], plan, i, targets)
         at = [i for i, sample in enumerate(plan.sample) if sample]
         if at:
-            sampled = self._sample(hidden_TD, inputs, plan, at, sampling, poison)
-            if sampled is not None and sampling is not None:
-                _fill(result, at, sampled, sampling)
-        return result
+            drawn = self._sample(hidden_TD, inputs, plan, at, sampling, poison)
+            if drawn is not None and sampling is not None:
+                step.sampled = SampledRows(at, drawn.fetch(), [r.params.logprobs for r in sampling.rows])
+        if self.device.type == "cuda" and sampling is not None:
+            step.done = torch.cuda.Event()
+            step.done.record()
+        return step
 
     def _forward(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor]:
-        inputs = build_inputs(plan, self.page_size, self.last_token, self.device)
+        """Hidden states of the step's tokens, perhaps followed by padding; they are valid until the next forward."""
+        inputs = build_inputs(plan, self.pages, self.device)
         ctx = ForwardContext(
             positions_T=inputs.positions_T,
             attn=inputs.attn,
@@ -201,7 +209,7 @@ class ModelRunner:
             lora=self._plan_lora(plan.slots, plan.num_new, plan.slot_rows),
         )
         with torch.inference_mode():
-            hidden: torch.Tensor = self.model(inputs.ids_T, ctx)
+            hidden: torch.Tensor = self.model(known_ids(inputs.ids_T, self.last_token), ctx)
         return inputs, hidden
 
     def _plan_lora(self, slots: list[int], num_tokens: list[int], slot_rows: list[int]) -> LoRABatchInfo | None:
@@ -209,6 +217,14 @@ class ModelRunner:
         if not slot_rows or all(slot < 0 for slot in slots):
             return None
         return self.lora.plan(slots, num_tokens, slot_rows, self.adapters.ranks, self.device)
+
+    def _plan_head_lora(self, slots: list[int], num_tokens: list[int], slot_rows: list[int]) -> LoRABatchInfo | None:
+        """As `_plan_lora`, for the rows whose logits are wanted; None also when no adapter touches the head, which
+        for base rows is the same, bit for bit."""
+        weights = self.model.lm_head.lora
+        if weights is None or not any(weights.touches(row) for row in slot_rows):
+            return None
+        return self._plan_lora(slots, num_tokens, slot_rows)
 
     def _sample(
         self,
@@ -220,45 +236,34 @@ class ModelRunner:
         poison: frozenset[int],
     ) -> Sampled | None:
         """Rank 0 draws; all ranks keep the ids in the rows' last-token buffer."""
-        at_N = torch.tensor(at, device=self.device)
-        lora = self._plan_lora([plan.slots[i] for i in at], [1] * len(at), plan.slot_rows)
-        logits_NV = self.model.logits(hidden_TD[inputs.last_B[at_N]], lora)  # a collective: every rank takes part
+        lora = self._plan_head_lora([plan.slots[i] for i in at], [1] * len(at), plan.slot_rows)
+        hidden_ND = hidden_TD[inputs.sample_at_B[: len(at)]]
+        logits_NV = self.model.logits(hidden_ND, lora)  # a collective: every rank takes part
         sampled = None
         if sampling is not None:
             for n, i in enumerate(at):
                 if i in poison:
                     logits_NV[n] = torch.nan
             sampled = self.sampler.sample(logits_NV, sampling.rows)
-        ids = sampled.ids_N if sampled is not None else torch.zeros_like(at_N)
-        self.last_token[inputs.rows_B[at_N]] = self.parallel.broadcast_(ids)
+        rows_N = inputs.sample_rows_B[: len(at)]
+        ids_N = sampled.ids_N if sampled is not None else torch.zeros_like(rows_N)
+        self.last_token.index_copy_(0, rows_N, self.parallel.broadcast_(ids_N))
         return sampled
 
     def _prompt_logprobs(
-        self, hidden_ND: torch.Tensor, plan: StepPlan, i: int, targets: list[int] | None
-    ) -> list[TokenLogprobs]:
+        self, hidden_ND: torch.Tensor, plan: StepPlan, i: int, targets: list[int]
+    ) -> list[PromptLogprobs]:
         """Logprobs of each position's next prompt token; `targets` may be shorter than the chunk by its last one."""
-        result: list[TokenLogprobs] = []
+        parts: list[PromptLogprobs] = []
         k = plan.prompt_logprobs[i]
         for start in range(0, len(hidden_ND), PROMPT_LOGITS_ROWS):
             hidden = hidden_ND[start : start + PROMPT_LOGITS_ROWS]
-            logits = self.model.logits(hidden, self._plan_lora([plan.slots[i]], [len(hidden)], plan.slot_rows))
-            tokens = (targets or [])[start : start + PROMPT_LOGITS_ROWS]
+            logits = self.model.logits(hidden, self._plan_head_lora([plan.slots[i]], [len(hidden)], plan.slot_rows))
+            tokens = targets[start : start + PROMPT_LOGITS_ROWS]
             if tokens:
-                top = top_logprobs(logits[: len(tokens)], torch.tensor(tokens, device=self.device), k)
-                result += top.to_host(tokens, [k] * len(tokens))
-        return result
-
-
-def _fill(result: StepResult, at: list[int], sampled: Sampled, sampling: SamplingPlan) -> None:
-    tokens = sampled.ids_N.tolist()
-    broken = sampled.broken_N.tolist()
-    counts = [r.params.logprobs for r in sampling.rows]
-    logprobs = sampled.top.to_host(tokens, [k or 0 for k in counts]) if sampled.top is not None else None
-    for n, i in enumerate(at):
-        result.tokens[i] = tokens[n]
-        result.broken[i] = broken[n]
-        if logprobs is not None and counts[n] is not None:
-            result.logprobs[i] = logprobs[n]
+                top = top_logprobs(logits[: len(tokens)], send(tokens, torch.int64, self.device), k)
+                parts.append(PromptLogprobs(i, tokens, k, top.fetch()))
+        return parts
 
 
 def _resolve_dtype(asked: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:

@@ -1,5 +1,7 @@
 """Tokens and logprobs from logits, on the device, batched. Rank 0 only; other ranks receive the ids.
 
+Nothing here waits for the device: what comes from the host is pinned, what goes there is fetched later.
+
 A request's draws depend on its seed and on how many tokens it has, never on its neighbours (field case G10).
 """
 
@@ -8,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from loraplex.engine.device import fetch, send
 from loraplex.engine.messages import TokenLogprobs
 from loraplex.engine.request import SamplingParams
 from loraplex.engine.step import SampleRow
@@ -29,6 +32,10 @@ class Sampled:
     """bool [N]: the row's logits held NaN or +inf."""
     top: "TopLogprobs | None"
 
+    def fetch(self) -> "Sampled":
+        """The same on the host, on its way: `engine.device.fetch`."""
+        return Sampled(fetch(self.ids_N), fetch(self.broken_N), self.top.fetch() if self.top is not None else None)
+
 
 @dataclass(frozen=True)
 class TopLogprobs:
@@ -38,8 +45,12 @@ class TopLogprobs:
     ids_NK: torch.Tensor
     values_NK: torch.Tensor
 
+    def fetch(self) -> "TopLogprobs":
+        """The same on the host, on its way."""
+        return TopLogprobs(fetch(self.chosen_N), fetch(self.ids_NK), fetch(self.values_NK))
+
     def to_host(self, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
-        """Per row the token's logprob and its `counts[i]` best alternatives."""
+        """Per row the token's logprob and its `counts[i]` best alternatives. Waits for values on the device."""
         chosen = self.chosen_N.clamp(min=LOGPROB_FLOOR).tolist()
         ids = self.ids_NK.tolist()
         values = self.values_NK.clamp(min=LOGPROB_FLOOR).tolist()
@@ -83,11 +94,13 @@ class Sampler:
             shape = (self.max_rows, self.vocab_size)
             self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
             self._prompt_seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        self._output_counts[row] = torch.bincount(
-            torch.tensor(output_ids, dtype=torch.int64), minlength=self.vocab_size
-        ).to(self.device, torch.int32)
-        self._prompt_seen[row] = False
-        self._prompt_seen[row, self._index(prompt_ids)] = True
+        counts, seen = self._output_counts[row], self._prompt_seen[row]
+        counts.zero_()
+        if output_ids:
+            outputs = self._index(output_ids)
+            counts.index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
+        seen.zero_()
+        seen.index_fill_(0, self._index(prompt_ids), True)
 
     def sample(self, logits_NV: torch.Tensor, rows: list[SampleRow]) -> Sampled:
         """Draws one token per row. logits fp32 [N, V]; they are not kept unchanged."""
@@ -177,10 +190,10 @@ class Sampler:
             self._output_counts[self._index([rows[i].row for i in some]), ids[self._index(some)]] += 1
 
     def _index(self, values: "list[int] | tuple[int, ...]") -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return send(values, torch.int64, self.device)
 
     def _floats(self, values: "list[float] | tuple[float, ...]") -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self.device)
+        return send(values, torch.float32, self.device)
 
 
 def _has_penalties(params: SamplingParams) -> bool:

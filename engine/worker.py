@@ -83,7 +83,7 @@ def _follow(config: Config, rank: int, connection: Connection, rendezvous: str) 
         elif isinstance(message, ranks.Drop):
             runner.adapters.drop(message.version)
         else:
-            runner.execute(message, None)
+            runner.launch(message, None)
 
 
 def _store(runner: ModelRunner, config: Config, message: ranks.Store) -> ErrorInfo | None:

@@ -16,7 +16,7 @@ from torch import nn
 from loraplex.engine.batch import ForwardContext, StepPlan
 from loraplex.engine.config import LoRAConfig
 from loraplex.engine.device import resolve_device
-from loraplex.engine.inputs import build_inputs
+from loraplex.engine.inputs import PageTable, build_inputs
 from loraplex.engine.layers.checkpoint import CheckpointTensor, HasConstants, TensorOwner
 from loraplex.engine.lora.adapter import HostAdapter
 from loraplex.engine.lora.backend import make_backend
@@ -165,13 +165,14 @@ class _Run:
             num_new=[n],
             seq_lens=[n],
             ids=[0] * n,
-            pages=[[0]],
+            first_page=[0],
+            new_pages=[[0]],
             slots=[-1],
             slot_rows=[],
             sample=[False],
             prompt_logprobs=[-1],
         )
-        inputs = build_inputs(plan, n, self.ids_T, self.device)
+        inputs = build_inputs(plan, PageTable(1, 1, page_size=n), self.device)
         shape = self.spec.kv_shape(n, Parallel())
         kv = (torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device))
         return ForwardContext(inputs.positions_T, inputs.attn, [kv] * self.spec.num_layers, lora)

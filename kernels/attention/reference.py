@@ -17,8 +17,9 @@ def store_kv_reference(
     v_cache: torch.Tensor,
     slot_mapping_T: torch.Tensor,
 ) -> None:
-    k_cache.index_copy_(0, slot_mapping_T, k_THD)
-    v_cache.index_copy_(0, slot_mapping_T, v_THD)
+    stored_T = slot_mapping_T >= 0
+    k_cache[slot_mapping_T[stored_T]] = k_THD[stored_T]
+    v_cache[slot_mapping_T[stored_T]] = v_THD[stored_T]
 
 
 def decode_reference(
@@ -82,10 +83,10 @@ def paged_attention_reference(
     page_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """Rows with one query together, the others one by one. Reads nothing back from the device."""
-    if all(n == 1 for n in query_lens):
+    """Rows with one query together, the others one by one. Reads nothing back from the device. Zeros for padding."""
+    if len(query_lens) == q_THD.shape[0]:
         return decode_reference(q_THD, k_cache, v_cache, page_table_BP, seq_lens_B, max(seq_lens), page_size, scale)
-    out_THD = torch.empty_like(q_THD)
+    out_THD = torch.zeros_like(q_THD)
     single: list[tuple[int, int]] = []
     start = 0
     for row, (num_queries, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):

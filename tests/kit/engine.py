@@ -88,7 +88,7 @@ class TestEngine:
     def run(self, most: int = 20_000) -> None:
         """Until every request has ended; then nothing may be held."""
         for _ in range(most):
-            if self.loop.inbox.empty() and not self.loop.scheduler.has_work:
+            if self.loop.inbox.empty() and self.loop.is_idle:
                 self.assert_idle()
                 return
             self.turn()
