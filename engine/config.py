@@ -205,6 +205,23 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    """CUDA graphs"""
+
+    disable_cuda_graph: bool = flag(False, "launch every kernel of every step from Python")
+    cuda_graph_max_bs: int | None = flag(
+        None, "largest decode batch with a graph (default: --max-running-requests, at most 64 below 40 GiB, else 512)"
+    )
+    cuda_graph_max_tokens: int | None = flag(
+        None,
+        "largest prefill or mixed step with a graph, in tokens (default: the largest step, at most 8192 prompt tokens)",
+    )
+
+    def __post_init__(self) -> None:
+        _check_at_least(1, self, "cuda_graph_max_bs", "cuda_graph_max_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """parallelism"""
 
@@ -329,6 +346,7 @@ class Config:
     model: ModelConfig
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    graphs: GraphConfig = GraphConfig()
     parallel: ParallelConfig = ParallelConfig()
     lora: LoRAConfig = LoRAConfig()
     server: ServerConfig = ServerConfig()

@@ -130,7 +130,7 @@ class EngineLoop:
 
         device = resolve_device(config.model.device, 0)
         parallel = init_parallel(0, config.parallel.tp_size, rendezvous, device)
-        runner = ModelRunner(config, parallel, device, say)
+        runner = ModelRunner(config, parallel, device, say, static_steps=bool(hooks.static_steps))
         manager = AdapterManager(config.lora, runner.adapters, followers)
         if config.lora.enable_lora:
             _start_adapters(manager, runner, followers, say)

@@ -1,12 +1,22 @@
 """The model of one rank: loads it, owns its KV and adapters, runs steps. Knows no request, only plans."""
 
+import logging
+import time
 from collections.abc import Callable
 
 import torch
 
 from loraplex.engine.batch import ForwardContext, StepPlan
-from loraplex.engine.config import Config
+from loraplex.engine.config import NO_LIMIT, Config
 from loraplex.engine.device import send
+from loraplex.engine.graphs import (
+    Bucket,
+    StepGraphs,
+    decode_sizes,
+    rank_capacity,
+    reason_against,
+    token_sizes,
+)
 from loraplex.engine.inputs import PageTable, StepInputs, build_inputs, known_ids
 from loraplex.engine.launched import LaunchedStep, PromptLogprobs, SampledRows
 from loraplex.engine.lora.backend import make_backend
@@ -16,24 +26,46 @@ from loraplex.engine.model_config import DTYPES, read_eos_token_ids, read_model_
 from loraplex.engine.models import build_model
 from loraplex.engine.models.decoder import CausalLM
 from loraplex.engine.parallel import Parallel
+from loraplex.engine.request import SamplingParams
 from loraplex.engine.sampler import Sampled, Sampler, top_logprobs
-from loraplex.engine.step import SamplingPlan
+from loraplex.engine.step import SampleRow, SamplingPlan
 from loraplex.engine.weights import init_dummy, load_weights
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.experts import expert_lora_op
+
+log = logging.getLogger(__name__)
 
 WARM_PROMPTS = (8, 15, 100, 257, 512, 1000)
 WARM_DECODES = (1, 2, 15, 16, 63, 64, 129, 256)
 """Both sides of each change of kernel form and of divisibility by 16, for which Triton compiles anew."""
 PROMPT_LOGITS_ROWS = 256
 """Prompt positions whose logits exist at once: 256 × 151,936 × 4 bytes = 155 MB."""
+MOST_LOGPROBS = 20
+"""Alternatives that the API gives at most."""
+HEAVY_SAMPLING = SamplingParams(
+    max_tokens=1, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=1.0, logprobs=MOST_LOGPROBS
+)
+"""What takes most memory to sample."""
+SMALL_DEVICE = 40 << 30
+MOST_GRAPH_TOKENS = 8192
+"""Prompt tokens of the largest graph by default: a larger step keeps the GPU busy longer than its launches take."""
 
 
 class ModelRunner:
     """One rank's model. Every rank calls the same methods in the same order with the same plans."""
 
-    def __init__(self, config: Config, parallel: Parallel, device: torch.device, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        parallel: Parallel,
+        device: torch.device,
+        say: Callable[[str], None],
+        *,
+        static_steps: bool = False,
+    ) -> None:
+        """static_steps: a CPU, too, runs steps in the static buffers that a GPU's graphs replay."""
         self.config = config
+        self._say = say
         self.parallel = parallel
         self.device = device
         self.spec = read_model_spec(config.model.model_path)
@@ -64,6 +96,8 @@ class ModelRunner:
             dense_op=self.lora.add_,
             expert_op=expert_lora_op(config.lora.lora_use_virtual_experts),
         )
+        self._static_steps = static_steps
+        self.graphs = self._new_graphs()
 
     def _load(self) -> CausalLM:
         model = build_model(self.spec, self.parallel, self.dtype, self.device)
@@ -90,9 +124,10 @@ class ModelRunner:
             raise ValueError(f"--lora-memory: {size} bytes cannot be had on {self.device}") from error
 
     def allocate_kv(self) -> int:
-        """Sizes and allocates the KV pool, after weights and start-up adapters; all ranks get the same pages."""
-        self._measure_activations()
-        available = available_bytes(self.device, self.config.cache.mem_fraction_static)
+        """Sizes and allocates the KV pool, after weights and start-up adapters; all ranks get the same pages. On CUDA
+        what the largest step and the graphs take is measured first."""
+        reserved = self._measure() if self.device.type == "cuda" else 0
+        available = available_bytes(self.device, self.config.cache.mem_fraction_static) - reserved
         most = self.max_rows * self.context_length
         pages = num_kv_pages(self.config.cache, self._kv_bytes_per_token(), available, most)
         pages = int(self.parallel.all_gather_last(torch.tensor([pages], device=self.device)).min())
@@ -103,7 +138,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """The first real forwards, prompts and decodes, before anyone is told that the server is ready. On CUDA in all
         sizes for which other kernels are chosen, with and without adapters: a kernel's first use compiles it, which
-        takes half a second that no request should wait for."""
+        takes half a second that no request should wait for. Then the graphs."""
         pages = self.kv[0][0].shape[0] // self.page_size
         cuda = self.device.type == "cuda"
         largest = min(self.context_length, self.config.scheduler.prefill_budget, pages * self.page_size)
@@ -114,23 +149,103 @@ class ModelRunner:
         for plan in [[n] for n in sorted(prompts)] + [[1] * n for n in sorted(decodes)]:
             for slot in (-1, 0) if self.config.lora.enable_lora else (-1,):
                 self._probe(self._probe_plan(plan, slot))
+        self._capture_graphs()
 
-    def _measure_activations(self) -> None:
-        """On CUDA, notes the peak of a full prompt chunk, so that KV does not take what a step needs."""
-        if self.device.type != "cuda":
+    def _capture_graphs(self) -> None:
+        if self.graphs is None:
             return
-        before = torch.cuda.memory_allocated(self.device)
-        tokens = min(self.context_length, self.config.scheduler.prefill_budget)
-        self.kv = self._new_kv(-(-tokens // self.page_size))
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._probe(self._probe_plan([tokens]))
+        before, began = _used_bytes(self.device), time.monotonic()
+        buckets = self._startup_buckets(self.graphs)
+        for i, bucket in enumerate(buckets):
+            if i % -(-len(buckets) // 10) == 0 and self.device.type == "cuda":
+                self._say(f"capturing CUDA graphs: {i} of {len(buckets)}")
+            self.graphs.capture(bucket)
+        if self.device.type == "cuda":
+            words = f"CUDA graphs ({len(buckets)} in {time.monotonic() - began:.0f} s)"
+            self.memory_table.append((words, _used_bytes(self.device) - before))
+
+    def _startup_buckets(self, graphs: StepGraphs) -> list[Bucket]:
+        capacities = [0]
+        if self.config.lora.enable_lora:
+            capacities.append(rank_capacity(max(self.adapters.ranks.values(), default=1)))
+        # Largest first, whatever the capacity.
+        return [bucket for pair in zip(*map(graphs.buckets, reversed(capacities))) for bucket in pair]
+
+    def _new_graphs(self) -> StepGraphs | None:
+        settings = self.config.graphs
+        cuda = self.device.type == "cuda"
+        if settings.disable_cuda_graph or not (cuda or self._static_steps):
+            return None
+        reason = reason_against(self.config, self.dtype) if cuda else None
+        if reason is not None:
+            log.warning("no CUDA graphs: %s; steps are launched kernel by kernel", reason)
+            return None
+        small = cuda and torch.cuda.get_device_properties(self.device).total_memory < SMALL_DEVICE
+        largest_bs = min(settings.cuda_graph_max_bs or (64 if small else 512), self.max_rows)
+        largest_step = min(self.config.scheduler.prefill_budget, MOST_GRAPH_TOKENS) + self.max_rows
+        tokens = max(min(settings.cuda_graph_max_tokens or largest_step, largest_step), largest_bs)
+        return StepGraphs(
+            self._run_model,
+            self.pages,
+            self.lora,
+            torch.zeros(tokens, self.spec.hidden_size, dtype=self.dtype, device=self.device),
+            decode=decode_sizes(largest_bs),
+            tokens=token_sizes(tokens),
+        )
+
+    def _measure(self) -> int:
+        """Bytes that must stay free beside the KV pool: the largest step that can be admitted, with the largest rank
+        and everything a sampler can be asked, and the graphs."""
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        prompt = self.config.scheduler.prefill_budget
+        tokens = (self.context_length if prompt == NO_LIMIT else prompt) + self.max_rows
+        self._run_largest_step(tokens)
+        activations = torch.cuda.memory_reserved(self.device) - before
+        self.memory_table.append(("activations", activations))
+        graphs = self._measure_graphs() if self.graphs is not None else 0
         self.kv = []
-        # The caching allocator keeps the peak reserved: mem_get_info counts it as used, and steps reuse it.
-        self.memory_table.append(("activations", torch.cuda.max_memory_allocated(self.device) - before))
+        torch.cuda.empty_cache()
+        kept = torch.cuda.memory_reserved(self.device) - before
+        return activations - kept + graphs
+
+    @torch.inference_mode()
+    def _run_largest_step(self, tokens: int) -> None:
+        rows = [min(self.context_length, tokens - start) for start in range(0, tokens, self.context_length)]
+        rows = (rows + [1] * self.max_rows)[: self.max_rows]
+        rows[0] -= max(0, sum(rows) - tokens)
+        plan = self._probe_plan(rows)
+        self.kv = self._new_kv(sum(map(len, plan.new_pages)))
+        self.pages.update(plan)
+        lora = capacity = None
+        if self.config.lora.enable_lora:
+            capacity = rank_capacity(self.config.lora.max_lora_rank)
+            lora = self.lora.static(len(plan.ids), len(rows), self.device, capacity).info
+        hidden_TD = self._run_model(build_inputs(plan, self.pages, self.device), lora, capacity)
+        logits_NV = self.model.logits(hidden_TD[: min(len(hidden_TD), PROMPT_LOGITS_ROWS)])
+        top_logprobs(logits_NV, logits_NV.argmax(-1), MOST_LOGPROBS)
+        del logits_NV
+        self.sampler.start_row(0, HEAVY_SAMPLING, [0], [])
+        samples = [SampleRow(i, HEAVY_SAMPLING, seed=0, position=0) for i in range(len(rows))]
+        self.sampler.sample(self.model.logits(hidden_TD[: len(rows)]), samples)
+
+    def _measure_graphs(self) -> int:
+        """Bytes that the start-up graphs will take: the largest one, whose memory all share, and what each further
+        one adds. Captured over a KV pool that is given back: the real one is as large as the rest of the memory."""
+        assert self.graphs is not None
+        buckets = self._startup_buckets(self.graphs)
+        start = _used_bytes(self.device)
+        self.graphs.capture(buckets[0])
+        first = _used_bytes(self.device)
+        for bucket in buckets[-4:]:
+            self.graphs.capture(bucket)
+        each = (_used_bytes(self.device) - first) // min(4, len(buckets))
+        self.graphs.clear()
+        return first - start + each * len(buckets)
 
     def _probe(self, plan: StepPlan) -> None:
         self.pages.update(plan)
-        self._forward(plan)
+        self._run_eagerly(plan)
 
     def _probe_plan(self, num_new: list[int], slot: int = -1) -> StepPlan:
         """Fresh sequences of so many tokens, all of the base or all of table row 0, whoever lives there."""
@@ -201,16 +316,18 @@ class ModelRunner:
 
     def _forward(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor]:
         """Hidden states of the step's tokens, perhaps followed by padding; they are valid until the next forward."""
+        ran = self.graphs.run(plan, self.adapters.ranks) if self.graphs is not None else None
+        return ran if ran is not None else self._run_eagerly(plan)
+
+    def _run_eagerly(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor]:
         inputs = build_inputs(plan, self.pages, self.device)
-        ctx = ForwardContext(
-            positions_T=inputs.positions_T,
-            attn=inputs.attn,
-            kv=self.kv,
-            lora=self._plan_lora(plan.slots, plan.num_new, plan.slot_rows),
-        )
+        return inputs, self._run_model(inputs, self._plan_lora(plan.slots, plan.num_new, plan.slot_rows), None)
+
+    def _run_model(self, inputs: StepInputs, lora: LoRABatchInfo | None, capacity: int | None) -> torch.Tensor:
+        ctx = ForwardContext(inputs.positions_T, inputs.attn, self.kv, lora, capacity)
         with torch.inference_mode():
             hidden: torch.Tensor = self.model(known_ids(inputs.ids_T, self.last_token), ctx)
-        return inputs, hidden
+        return hidden
 
     def _plan_lora(self, slots: list[int], num_tokens: list[int], slot_rows: list[int]) -> LoRABatchInfo | None:
         """None when no token has an adapter: then no LoRA code runs at all."""
@@ -264,6 +381,13 @@ class ModelRunner:
                 top = top_logprobs(logits[: len(tokens)], send(tokens, torch.int64, self.device), k)
                 parts.append(PromptLogprobs(i, tokens, k, top.fetch()))
         return parts
+
+
+def _used_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def _resolve_dtype(asked: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
