@@ -8,6 +8,7 @@ On a CPU the same buffers are filled and the model is called on them, which test
 """
 
 import gc
+import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,8 @@ from loraplex.engine.inputs import PageTable, StaticInputs, StepInputs, StepShap
 from loraplex.engine.lora.backend import LoRABackend
 from loraplex.engine.lora.planning import StaticBatch
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
+
+log = logging.getLogger(__name__)
 
 SMALLEST_CAPACITY = 16
 """Ranks below it share a bucket: tiles have 16 rank rows anyway."""
@@ -105,6 +108,7 @@ class StepGraphs:
         self._max_rows = len(pages.pages)
         self._patience = patience
         self._missed: Counter[Bucket] = Counter()
+        self._refused: set[Bucket] = set()
         self._steps: dict[Bucket, _Step] = {}
         self._buffers = StaticInputs(len(hidden_TD), self._max_rows, pages.pages.shape[1], hidden_TD.device)
         self._cuda = hidden_TD.device.type == "cuda"
@@ -143,7 +147,8 @@ class StepGraphs:
             self._missed[bucket] += 1
             if self._missed[bucket] < self._patience:
                 return None
-            self.capture(bucket)
+            if not self._capture_late(bucket):
+                return None
         step = self._steps[bucket]
         inputs = self._buffers.fill(plan, self._pages, bucket.shape)
         lora = step.lora.fill(plan.slots, plan.num_new, plan.slot_rows, ranks) if step.lora is not None else None
@@ -166,9 +171,22 @@ class StepGraphs:
             graph = self._record(inputs, lora, bucket.capacity)
         self._steps[bucket] = _Step(inputs, lora, graph)
 
+    def _capture_late(self, bucket: Bucket) -> bool:
+        """Captures beside a full KV pool. False, and it is not tried again: there was no room."""
+        if bucket in self._refused:
+            return False
+        try:
+            self.capture(bucket)
+        except RuntimeError:
+            log.exception("steps of %s run without a CUDA graph", bucket)
+            self._refused.add(bucket)
+            return False
+        return True
+
     def clear(self) -> None:
         """Forgets all graphs, whose memory then is free."""
         self._steps.clear()
+        self._missed.clear()
         if self._cuda:
             torch.cuda.synchronize(self._hidden_TD.device)
             self._pool = torch.cuda.graph_pool_handle()
@@ -181,8 +199,10 @@ class StepGraphs:
         with _no_garbage_collection(), torch.cuda.stream(self._stream):
             # Other threads go on meanwhile: an adapter being read pins its memory, which a global capture forbids.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            self._run(inputs, info, capacity)
-            graph.capture_end()
+            try:
+                self._run(inputs, info, capacity)
+            finally:
+                graph.capture_end()
         graph.replay()  # the first launch brings the graph to the device
         return graph
 

@@ -46,6 +46,7 @@ HEAVY_SAMPLING = SamplingParams(
     max_tokens=1, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=1.0, logprobs=MOST_LOGPROBS
 )
 """What takes most memory to sample."""
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 SMALL_DEVICE = 40 << 30
 MOST_GRAPH_TOKENS = 8192
 """Prompt tokens of the largest graph by default: a larger step keeps the GPU busy longer than its launches take."""
@@ -126,7 +127,13 @@ class ModelRunner:
     def allocate_kv(self) -> int:
         """Sizes and allocates the KV pool, after weights and start-up adapters; all ranks get the same pages. On CUDA
         what the largest step and the graphs take is measured first."""
-        reserved = self._measure() if self.device.type == "cuda" else 0
+        try:
+            reserved = self._measure() if self.device.type == "cuda" else 0
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"the largest step, {sum(self._largest_step())} tokens, does not fit beside weights and adapters; "
+                "lower --chunked-prefill-size or --max-running-requests, or give less to --lora-memory"
+            ) from error
         available = available_bytes(self.device, self.config.cache.mem_fraction_static) - reserved
         most = self.max_rows * self.context_length
         pages = num_kv_pages(self.config.cache, self._kv_bytes_per_token(), available, most)
@@ -149,7 +156,22 @@ class ModelRunner:
         for plan in [[n] for n in sorted(prompts)] + [[1] * n for n in sorted(decodes)]:
             for slot in (-1, 0) if self.config.lora.enable_lora else (-1,):
                 self._probe(self._probe_plan(plan, slot))
-        self._capture_graphs()
+        if cuda:
+            self._warm_sampling(sorted(decodes))
+        try:
+            self._capture_graphs()
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                "CUDA graphs do not fit beside the KV pool: lower --mem-fraction-static, --cuda-graph-max-bs or "
+                "--cuda-graph-max-tokens"
+            ) from error
+
+    @torch.inference_mode()
+    def _warm_sampling(self, sizes: list[int]) -> None:
+        for n in sizes:
+            hidden_ND = torch.zeros(n, self.spec.hidden_size, dtype=self.dtype, device=self.device)
+            for params in (GREEDY, SamplingParams(max_tokens=1), HEAVY_SAMPLING):
+                self._sample_alike(hidden_ND, params)
 
     def _capture_graphs(self) -> None:
         if self.graphs is None:
@@ -196,38 +218,46 @@ class ModelRunner:
     def _measure(self) -> int:
         """Bytes that must stay free beside the KV pool: the largest step that can be admitted, with the largest rank
         and everything a sampler can be asked, and the graphs."""
+        rows = self._largest_step()
         torch.cuda.empty_cache()
+        start = torch.cuda.memory_reserved(self.device)
+        self.kv = self._new_kv(sum(-(-n // self.page_size) for n in rows))
         before = torch.cuda.memory_reserved(self.device)
-        prompt = self.config.scheduler.prefill_budget
-        tokens = (self.context_length if prompt == NO_LIMIT else prompt) + self.max_rows
-        self._run_largest_step(tokens)
+        self._run_largest(rows)
+        # What the allocator has taken from the device: more than the tensors, by what lies in pieces between them.
         activations = torch.cuda.memory_reserved(self.device) - before
         self.memory_table.append(("activations", activations))
         graphs = self._measure_graphs() if self.graphs is not None else 0
         self.kv = []
         torch.cuda.empty_cache()
-        kept = torch.cuda.memory_reserved(self.device) - before
+        kept = torch.cuda.memory_reserved(self.device) - start
         return activations - kept + graphs
 
+    def _largest_step(self) -> list[int]:
+        """New tokens of each row: the prompt budget in as few rows as the context allows, the other rows decoding."""
+        budget = self.config.scheduler.prefill_budget
+        prompt = self.context_length if budget == NO_LIMIT else budget
+        rows = [min(self.context_length, prompt - start) for start in range(0, prompt, self.context_length)]
+        return (rows + [1] * self.max_rows)[: self.max_rows]
+
     @torch.inference_mode()
-    def _run_largest_step(self, tokens: int) -> None:
-        rows = [min(self.context_length, tokens - start) for start in range(0, tokens, self.context_length)]
-        rows = (rows + [1] * self.max_rows)[: self.max_rows]
-        rows[0] -= max(0, sum(rows) - tokens)
+    def _run_largest(self, rows: list[int]) -> None:
         plan = self._probe_plan(rows)
-        self.kv = self._new_kv(sum(map(len, plan.new_pages)))
         self.pages.update(plan)
         lora = capacity = None
         if self.config.lora.enable_lora:
             capacity = rank_capacity(self.config.lora.max_lora_rank)
             lora = self.lora.static(len(plan.ids), len(rows), self.device, capacity).info
         hidden_TD = self._run_model(build_inputs(plan, self.pages, self.device), lora, capacity)
-        logits_NV = self.model.logits(hidden_TD[: min(len(hidden_TD), PROMPT_LOGITS_ROWS)])
+        logits_NV = self.model.logits(hidden_TD[:PROMPT_LOGITS_ROWS])
         top_logprobs(logits_NV, logits_NV.argmax(-1), MOST_LOGPROBS)
         del logits_NV
         self.sampler.start_row(0, HEAVY_SAMPLING, [0], [])
-        samples = [SampleRow(i, HEAVY_SAMPLING, seed=0, position=0) for i in range(len(rows))]
-        self.sampler.sample(self.model.logits(hidden_TD[: len(rows)]), samples)
+        self._sample_alike(hidden_TD[: len(rows)], HEAVY_SAMPLING)
+
+    def _sample_alike(self, hidden_ND: torch.Tensor, params: SamplingParams) -> None:
+        rows = [SampleRow(i, params, seed=0, position=0) for i in range(len(hidden_ND))]
+        self.sampler.sample(self.model.logits(hidden_ND), rows)
 
     def _measure_graphs(self) -> int:
         """Bytes that the start-up graphs will take: the largest one, whose memory all share, and what each further
