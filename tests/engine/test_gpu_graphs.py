@@ -27,7 +27,13 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def engine_of(t1: Path, adapters: dict[str, Path] | None = None, **settings: Any) -> TestEngine:
-    options = {"device": "cuda", "dtype": "bfloat16", "max_running_requests": 64, "max_total_tokens": 16384}
+    options = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "max_running_requests": 64,
+        "max_total_tokens": 16384,
+        "chunked_prefill_size": 512,
+    }
     return TestEngine(t1, adapters, **(options | settings))
 
 
@@ -134,6 +140,7 @@ def test_larger_rank_is_captured_under_way(t1: Path, replayed: list[bool]) -> No
 
 def test_padding_writes_no_kv(t1: Path) -> None:
     engine = engine_of(t1, {"x": make_a(1, t1)}, page_size=16, max_total_tokens=2048)
+    engine.loop.scheduler.pool._free.reverse()  # page 0, where a wrong default would write, stays free
     for k, v in engine.loop.runner.kv:
         k.fill_(7.25)
         v.fill_(7.25)
