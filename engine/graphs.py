@@ -124,12 +124,13 @@ class StepGraphs:
     def bucket_of(self, plan: StepPlan, rank: int) -> Bucket | None:
         """Where this step belongs; None: it is larger than all. rank: largest one of its adapters, 0 without. A bucket
         that is ready and made for a larger rank goes before one that is not."""
-        sizes = self._decode if plan.is_decode else self._tokens
-        at = bisect_left(sizes, len(plan.ids))
-        if at == len(sizes):
+        tokens = len(plan.ids)
+        is_decode = plan.is_decode and tokens <= self._decode[-1]
+        sizes = self._decode if is_decode else self._tokens
+        if tokens > sizes[-1]:
             return None
-        size = sizes[at]
-        shape = StepShape(size, size if plan.is_decode else min(size, self._max_rows), plan.is_decode)
+        size = sizes[bisect_left(sizes, tokens)]
+        shape = StepShape(size, size if is_decode else min(size, self._max_rows), is_decode)
         fitting = Bucket(shape, rank_capacity(rank) if rank else 0)
         larger = (b for b in self._steps if b.shape == shape and fitting.capacity and b.capacity > fitting.capacity)
         if fitting in self._steps:
