@@ -36,8 +36,10 @@ Forward = Callable[[StepInputs, LoRABatchInfo | None, int | None], torch.Tensor]
 
 
 def decode_sizes(most: int) -> list[int]:
-    """Batch sizes up to `most`, which is one of them."""
-    sizes = [1, 2, 4, 8, 12, 16, 24, *range(32, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
+    """Batch sizes up to `most`, which is one of them. Close together where they are small: a padding row of three asks
+    for experts that no other row reads."""
+    sizes = [*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), *range(32, 64, 8), *range(64, 256, 16)]
+    sizes += range(256, most, 32)
     return [size for size in sizes if size < most] + [most]
 
 
@@ -95,10 +97,10 @@ class StepGraphs:
         *,
         decode: list[int],
         tokens: list[int],
-        patience: int = PATIENCE,
+        alone: bool = True,
     ) -> None:
         """hidden_TD: where the hidden states of every step go; as long as the largest bucket, on the device of the
-        buffers. decode, tokens: sizes, ascending."""
+        buffers. decode, tokens: sizes, ascending. alone: no other rank takes part in forwards."""
         self._forward = forward
         self._pages = pages
         self._backend = backend
@@ -106,7 +108,7 @@ class StepGraphs:
         self._decode = decode
         self._tokens = tokens
         self._max_rows = len(pages.pages)
-        self._patience = patience
+        self._alone = alone
         self._missed: Counter[Bucket] = Counter()
         self._refused: set[Bucket] = set()
         self._steps: dict[Bucket, _Step] = {}
@@ -146,7 +148,7 @@ class StepGraphs:
             return None
         if bucket not in self._steps:
             self._missed[bucket] += 1
-            if self._missed[bucket] < self._patience:
+            if self._missed[bucket] < PATIENCE:
                 return None
             if not self._capture_late(bucket):
                 return None
@@ -173,12 +175,15 @@ class StepGraphs:
         self._steps[bucket] = _Step(inputs, lora, graph)
 
     def _capture_late(self, bucket: Bucket) -> bool:
-        """Captures beside a full KV pool. False, and it is not tried again: there was no room."""
+        """Captures beside a full KV pool. False, and it is not tried again: there was no room. With other ranks it
+        raises: they may be waiting in the middle of a forward."""
         if bucket in self._refused:
             return False
         try:
             self.capture(bucket)
         except RuntimeError:
+            if not self._alone:
+                raise
             log.exception("steps of %s run without a CUDA graph", bucket)
             self._refused.add(bucket)
             return False

@@ -213,6 +213,7 @@ class ModelRunner:
             torch.zeros(tokens, self.spec.hidden_size, dtype=self.dtype, device=self.device),
             decode=decode_sizes(largest_bs),
             tokens=token_sizes(tokens),
+            alone=self.parallel.size == 1,
         )
 
     def _measure(self) -> int:

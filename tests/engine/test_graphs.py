@@ -3,6 +3,7 @@
 import random
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from kit.adapters import make_a, make_adapter
 from kit.engine import TestEngine
 from kit.oracle import Oracle
 
-from loraplex.engine.graphs import StepGraphs, decode_sizes, rank_capacity, token_sizes
+from loraplex.engine.config import Config, LoRAConfig, ModelConfig
+from loraplex.engine.graphs import StepGraphs, decode_sizes, rank_capacity, reason_against, token_sizes
 
 TOL = 1e-4
 
@@ -75,6 +77,37 @@ def test_rank_capacity() -> None:
     assert [rank_capacity(r) for r in (1, 16, 17, 64, 65, 512)] == [16, 16, 32, 64, 128, 512]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "lora", "reason"),
+    [
+        (torch.bfloat16, {}, None),
+        (torch.float16, {"enable_lora": True, "lora_backend": "triton"}, None),
+        (torch.bfloat16, {"enable_lora": False, "lora_backend": "torch"}, None),
+        (torch.float32, {}, "--dtype"),
+        (torch.bfloat16, {"enable_lora": True, "lora_backend": "torch"}, "--lora-backend"),
+        (torch.bfloat16, {"enable_lora": True, "lora_use_virtual_experts": False}, "--no-lora-use-virtual-experts"),
+    ],
+)
+def test_what_cannot_be_captured_is_named(dtype: torch.dtype, lora: dict[str, Any], reason: str | None) -> None:
+    found = reason_against(Config(model=ModelConfig(model_path="m"), lora=LoRAConfig(**lora)), dtype)
+    assert (found is None) if reason is None else (found is not None and found.startswith(reason))
+
+
+def test_capture_that_finds_no_room_is_not_tried_again(t1: Path, ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = TestEngine(t1, {"small": make_adapter(t1, "ALL", r=4)}, max_running_requests=4)
+    assert engine.load("large", make_adapter(t1, "ALL", r=40, seed=2)).error is None
+    tried = []
+
+    def no_room(_: StepGraphs, bucket: object) -> None:
+        tried.append(bucket)
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(StepGraphs, "capture", no_room)
+    assert len(engine.generate([prompt_of(9)], ["large"], max_tokens=40, ignore_eos=True)[0]) == 40
+    assert len(tried) == 1
+    assert {size for _, _, size, _ in ran} == {0}
+
+
 @pytest.mark.parametrize("backend", ["csgmv", "triton", "torch"])
 def test_more_adapters_at_replay_than_at_capture(t1: Path, t1_oracle: Oracle, ran: Ran, backend: str) -> None:
     """One adapter at start; then eight, of other ranks, beside base, in batches that fill no bucket."""
@@ -93,7 +126,7 @@ def test_more_adapters_at_replay_than_at_capture(t1: Path, t1_oracle: Oracle, ra
         engine.run()
         for id, prompt, name in jobs:
             assert_matches(engine, id, t1_oracle, prompt, folders.get(name or ""))
-    assert {size for decode, _, size, _ in ran if decode} >= {1, 4, 8, 12}
+    assert {size for decode, _, size, _ in ran if decode} >= {1, 3, 7, 12}
     assert any(not decode and 1 < tokens < size for decode, tokens, size, _ in ran), "no mixed step was padded"
 
 
