@@ -183,7 +183,9 @@ class SchedulerConfig:
     max_running_requests: int = flag(256, "sequences that run at once", aliases=("max-num-seqs",))
     max_queued_requests: int | None = flag(None, "sequences that may wait; more answer 503 (default: no limit)")
     chunked_prefill_size: int = flag(
-        2048, "prompt tokens computed in one step; -1: no limit", aliases=("max-num-batched-tokens",)
+        2048,
+        "prompt tokens computed in one step; -1: no limit (on CUDA the context length)",
+        aliases=("max-num-batched-tokens",),
     )
     disable_overlap_schedule: bool = flag(False, "prepare a step only when the one before it is done (CUDA)")
     watchdog_timeout: float = flag(30.0, "seconds without a sign of life before /health answers 503", metavar="SECONDS")

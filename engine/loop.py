@@ -94,7 +94,7 @@ class EngineLoop:
             context_length=runner.context_length,
             max_running=config.scheduler.max_running_requests,
             max_queued=config.scheduler.max_queued_requests,
-            chunk=config.scheduler.prefill_budget,
+            chunk=runner.prompt_budget,
             adapter_slots=config.lora.max_loras_per_batch,
             eos_token_ids=frozenset(runner.eos_token_ids),
         )

@@ -100,6 +100,13 @@ class ModelRunner:
         self._static_steps = static_steps
         self.graphs = self._new_graphs()
 
+    @property
+    def prompt_budget(self) -> int:
+        """Prompt tokens of one step. Without a limit, on CUDA, those of one whole prompt: memory for a step is set
+        aside at start, and no share of it would do for any number of prompts at once."""
+        budget = self.config.scheduler.prefill_budget
+        return self.context_length if budget == NO_LIMIT and self.device.type == "cuda" else budget
+
     def _load(self) -> CausalLM:
         model = build_model(self.spec, self.parallel, self.dtype, self.device)
         if self.config.model.load_format == "dummy":
@@ -148,7 +155,7 @@ class ModelRunner:
         takes half a second that no request should wait for. Then the graphs."""
         pages = self.kv[0][0].shape[0] // self.page_size
         cuda = self.device.type == "cuda"
-        largest = min(self.context_length, self.config.scheduler.prefill_budget, pages * self.page_size)
+        largest = min(self.context_length, self.prompt_budget, pages * self.page_size)
         prompts = {min(n, largest) for n in (WARM_PROMPTS if cuda else WARM_PROMPTS[:1])} | (
             {largest} if cuda else set()
         )
@@ -204,7 +211,7 @@ class ModelRunner:
             return None
         small = cuda and torch.cuda.get_device_properties(self.device).total_memory < SMALL_DEVICE
         largest_bs = min(settings.cuda_graph_max_bs or (64 if small else 512), self.max_rows)
-        largest_step = min(self.config.scheduler.prefill_budget, MOST_GRAPH_TOKENS) + self.max_rows
+        largest_step = min(self.prompt_budget, MOST_GRAPH_TOKENS) + self.max_rows
         tokens = max(min(settings.cuda_graph_max_tokens or largest_step, largest_step), largest_bs)
         return StepGraphs(
             self._run_model,
@@ -236,8 +243,7 @@ class ModelRunner:
 
     def _largest_step(self) -> list[int]:
         """New tokens of each row: the prompt budget in as few rows as the context allows, the other rows decoding."""
-        budget = self.config.scheduler.prefill_budget
-        prompt = self.context_length if budget == NO_LIMIT else budget
+        prompt = self.prompt_budget
         rows = [min(self.context_length, prompt - start) for start in range(0, prompt, self.context_length)]
         return (rows + [1] * self.max_rows)[: self.max_rows]
 
