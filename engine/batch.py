@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from loraplex.kernels.attention.plan import AttentionPlan
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 
 
@@ -40,30 +41,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """[B] whether the row's last position is sampled in this step (False: more prompt chunks to come)."""
     prompt_logprobs: list[int]
     """[B] −1: none; k ≥ 0: logprobs of this chunk's prompt positions with k alternatives."""
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """Where this step's keys and values go and what each query sees. Device tensors, plus host lists the CPU
-    reference uses to avoid reading the device back.
-
-    The tensors may be longer than the step: static buffers of a CUDA graph. Tokens and rows beyond it are padding.
-    """
-
-    slot_mapping_T: torch.Tensor
-    """int64 [T]: flat KV position (page · page_size + offset) each token's k and v are stored at; −1: padding, nothing
-    is stored."""
-    page_table_BP: torch.Tensor
-    """int32 [B, P]: pages of each row; the tail holds any valid page numbers."""
-    query_start_B1: torch.Tensor
-    """int32 [B + 1]: exclusive prefix sum of query_lens; padding rows repeat the last bound."""
-    seq_lens_B: torch.Tensor
-    """int32 [B]; 0 in padding rows."""
-    query_lens: list[int]
-    """Of the rows that are no padding; a captured graph must not depend on it. The same holds for seq_lens."""
-    seq_lens: list[int]
-    page_size: int
-    is_decode: bool
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,9 @@ class ModelConfig:
         None, "tokens of prompt + completion (default: the model's)", aliases=("max-model-len",)
     )
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where the model runs; auto: CUDA when there is one")
+    attention_backend: Literal["auto", "triton", "torch"] = flag(
+        "auto", "kernels of attention; auto: triton on CUDA, torch (slow, for checking) on CPU"
+    )
     random_seed: int = flag(
         0, "start of the random numbers of requests that bring no seed, and of dummy weights", aliases=("seed",)
     )
@@ -162,6 +165,11 @@ class CacheConfig:
         None, "size of the KV pool in tokens (default: what fits; on CPU a quarter of the free memory, at most 4 GiB)"
     )
     page_size: int = flag(16, "tokens in one KV page", aliases=("block-size",))
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "fp8_e4m3"] = flag(
+        "auto",
+        "how keys and values are stored; auto: as the model computes; fp8_e4m3: half of 16-bit's memory, less exact",
+        value_aliases={"fp8": "fp8_e4m3"},
+    )
     disable_radix_cache: bool = flag(
         False, "do not reuse the KV of common prompt prefixes", negates="enable-prefix-caching"
     )

@@ -62,6 +62,8 @@ def reason_against(config: Config, dtype: torch.dtype) -> str | None:
     """Why a server on CUDA cannot capture its steps: some of its kernels read the device or loop on the host."""
     if dtype not in (torch.bfloat16, torch.float16):
         return "--dtype float32 runs through torch's operations"
+    if config.model.attention_backend == "torch":
+        return "--attention-backend torch loops over rows on the host"
     if config.lora.enable_lora and config.lora.lora_backend == "torch":
         return "--lora-backend torch loops over adapters on the host"
     if config.lora.enable_lora and not config.lora.lora_use_virtual_experts:
@@ -167,7 +169,7 @@ class StepGraphs:
         lora = None
         if bucket.capacity:
             lora = self._backend.static(shape.tokens, shape.rows, self._hidden_TD.device, bucket.capacity)
-        inputs = self._buffers.views(shape, self._pages.page_size)
+        inputs = self._buffers.views(shape, self._pages)
         graph = None
         if self._cuda:
             self._buffers.clear(shape)

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loraplex.engine.batch import AttentionPlan, StepPlan
+from loraplex.engine.batch import StepPlan
+from loraplex.kernels.attention.plan import AttentionBackend, AttentionPlan
 
 Ints = npt.NDArray[np.int64]
 
@@ -40,8 +41,9 @@ class StepInputs:
 class PageTable:
     """The KV pages of each persistent row on the host, kept up to date by the new pages that plans bring."""
 
-    def __init__(self, rows: int, width: int, page_size: int) -> None:
+    def __init__(self, rows: int, width: int, page_size: int, backend: AttentionBackend = "auto") -> None:
         self.page_size = page_size
+        self.backend = backend
         self.pages = np.zeros((rows, width), dtype=np.int32)
 
     def update(self, plan: StepPlan) -> None:
@@ -58,10 +60,10 @@ class StaticInputs:
         self.words = torch.zeros(_num_words(tokens, rows), dtype=torch.int32, device=device)
         self.page_table_BP = torch.zeros(rows, width, dtype=torch.int32, device=device)
 
-    def views(self, shape: StepShape, page_size: int) -> StepInputs:
+    def views(self, shape: StepShape, pages: PageTable) -> StepInputs:
         """Inputs of one shape, for capture: padding only, once `clear` has run."""
         table_BP = self.page_table_BP[: shape.rows]
-        return _inputs(_views(self.words, shape.tokens, shape.rows), table_BP, shape, [], [], page_size)
+        return _inputs(_views(self.words, shape.tokens, shape.rows), table_BP, shape, [], [], pages)
 
     def clear(self, shape: StepShape) -> None:
         """Makes the buffers of this shape all padding: a step over them writes no KV."""
@@ -78,7 +80,7 @@ class StaticInputs:
         table_BP = self.page_table_BP[: shape.rows]
         table_BP[: table[0], : table[1]].copy_(staged[words:].view(table))
         views = _views(self.words, shape.tokens, shape.rows)
-        return _inputs(views, table_BP, shape, plan.num_new, plan.seq_lens, pages.page_size)
+        return _inputs(views, table_BP, shape, plan.num_new, plan.seq_lens, pages)
 
 
 def build_inputs(plan: StepPlan, pages: PageTable, device: torch.device) -> StepInputs:
@@ -88,7 +90,7 @@ def build_inputs(plan: StepPlan, pages: PageTable, device: torch.device) -> Step
     on_device = packed.to(device, non_blocking=True)
     table_BP = on_device[_num_words(shape.tokens, shape.rows) :].view(table)
     views = _views(on_device, shape.tokens, shape.rows)
-    return _inputs(views, table_BP, shape, plan.num_new, plan.seq_lens, pages.page_size)
+    return _inputs(views, table_BP, shape, plan.num_new, plan.seq_lens, pages, is_mixed=1 in plan.num_new)
 
 
 def known_ids(ids_T: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
@@ -180,7 +182,8 @@ def _inputs(
     shape: StepShape,
     query_lens: list[int],
     seq_lens: list[int],
-    page_size: int,
+    pages: PageTable,
+    is_mixed: bool = True,
 ) -> StepInputs:
     return StepInputs(
         ids_T=views["ids"],
@@ -192,8 +195,10 @@ def _inputs(
             seq_lens_B=views["seq_lens"],
             query_lens=query_lens,
             seq_lens=seq_lens,
-            page_size=page_size,
+            page_size=pages.page_size,
             is_decode=shape.is_decode,
+            is_mixed=is_mixed and not shape.is_decode,
+            backend=pages.backend,
         ),
         sample_at_B=views["sample_at"],
         sample_rows_B=views["sample_rows"],

@@ -22,7 +22,7 @@ from loraplex.engine.launched import LaunchedStep, PromptLogprobs, SampledRows
 from loraplex.engine.lora.backend import make_backend
 from loraplex.engine.lora.pool import AdapterPool
 from loraplex.engine.memory import arena_bytes, available_bytes, num_kv_pages, parameter_bytes
-from loraplex.engine.model_config import DTYPES, read_eos_token_ids, read_model_spec
+from loraplex.engine.model_config import DTYPES, ModelSpec, read_eos_token_ids, read_model_spec
 from loraplex.engine.models import build_model
 from loraplex.engine.models.decoder import CausalLM
 from loraplex.engine.parallel import Parallel
@@ -30,6 +30,8 @@ from loraplex.engine.request import SamplingParams
 from loraplex.engine.sampler import Sampled, Sampler, top_logprobs
 from loraplex.engine.step import SampleRow, SamplingPlan
 from loraplex.engine.weights import init_dummy, load_weights
+from loraplex.kernels.attention.paged import MAX_HEAD_DIM
+from loraplex.kernels.devices import INTERPRETED
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.experts import expert_lora_op
 
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 WARM_PROMPTS = (8, 15, 100, 257, 512, 1000)
 WARM_DECODES = (1, 2, 15, 16, 63, 64, 129, 256)
 """Both sides of each change of kernel form and of divisibility by 16, for which Triton compiles anew."""
+WARM_MIXED = ((9, 1), (600, 128))
+"""Prompt tokens, and rows of one token beside them: both tiles of prefill and both forms of joining split rows."""
 PROMPT_LOGITS_ROWS = 256
 """Prompt positions whose logits exist at once: 256 × 151,936 × 4 bytes = 155 MB."""
 MOST_LOGPROBS = 20
@@ -72,12 +76,19 @@ class ModelRunner:
         self.spec = read_model_spec(config.model.model_path)
         self.eos_token_ids = read_eos_token_ids(config.model.model_path, self.spec.vocab_size)
         self.dtype = _resolve_dtype(config.model.dtype, self.spec.dtype, device)
+        self.kv_dtype = _resolve_kv_dtype(config.cache.kv_cache_dtype, self.dtype, device)
+        _check_attention(config.model.attention_backend, self.spec, device)
         self.context_length = _context_length(config.model.context_length, self.spec.context_length)
         self.memory_table: list[tuple[str, int]] = []
         self.kv: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.page_size = config.cache.page_size
         self.max_rows = config.scheduler.max_running_requests
-        self.pages = PageTable(self.max_rows, -(-self.context_length // self.page_size), self.page_size)
+        self.pages = PageTable(
+            self.max_rows,
+            -(-self.context_length // self.page_size),
+            self.page_size,
+            config.model.attention_backend,
+        )
         self.last_token = torch.zeros(self.max_rows, dtype=torch.int64, device=device)
         self.sampler = Sampler(
             self.spec.vocab_size,
@@ -160,7 +171,9 @@ class ModelRunner:
             {largest} if cuda else set()
         )
         decodes = {min(n, self.max_rows, pages) for n in (WARM_DECODES if cuda else WARM_DECODES[:1])}
-        for plan in [[n] for n in sorted(prompts)] + [[1] * n for n in sorted(decodes)]:
+        mixed = [[min(n, largest)] + [1] * min(m, self.max_rows - 1) for n, m in WARM_MIXED] if cuda else []
+        mixed = [plan for plan in mixed if sum(-(-n // self.page_size) for n in plan) <= pages]
+        for plan in [[n] for n in sorted(prompts)] + [[1] * n for n in sorted(decodes)] + mixed:
             for slot in (-1, 0) if self.config.lora.enable_lora else (-1,):
                 self._probe(self._probe_plan(plan, slot))
         if cuda:
@@ -309,15 +322,15 @@ class ModelRunner:
         shape = self.spec.kv_shape(pages * self.page_size, self.parallel)
         return [
             (
-                torch.zeros(shape, dtype=self.dtype, device=self.device),
-                torch.zeros(shape, dtype=self.dtype, device=self.device),
+                torch.zeros(shape, dtype=self.kv_dtype, device=self.device),
+                torch.zeros(shape, dtype=self.kv_dtype, device=self.device),
             )
             for _ in range(self.spec.num_layers)
         ]
 
     def _kv_bytes_per_token(self) -> int:
         _, heads, dim = self.spec.kv_shape(1, self.parallel)
-        return 2 * self.spec.num_layers * heads * dim * self.dtype.itemsize
+        return 2 * self.spec.num_layers * heads * dim * self.kv_dtype.itemsize
 
     # ---- steps
 
@@ -431,6 +444,26 @@ def _resolve_dtype(asked: str, checkpoint: torch.dtype, device: torch.device) ->
     if asked == "auto":
         return torch.float32 if device.type == "cpu" else checkpoint
     return DTYPES[asked]
+
+
+def _resolve_kv_dtype(asked: str, model: torch.dtype, device: torch.device) -> torch.dtype:
+    if asked == "auto":
+        return model
+    if asked != "fp8_e4m3":
+        return DTYPES[asked]
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError(
+            f"--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability 8.9 or newer (Ada, Hopper), "
+            f"{torch.cuda.get_device_name(device)} is older; leave it out"
+        )
+    return torch.float8_e4m3fn
+
+
+def _check_attention(asked: str, spec: ModelSpec, device: torch.device) -> None:
+    if asked == "triton" and device.type == "cpu" and not INTERPRETED:
+        raise ValueError("--attention-backend triton needs CUDA; on CPU use auto or torch")
+    if spec.head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"config.json: head_dim {spec.head_dim} is more than attention supports ({MAX_HEAD_DIM})")
 
 
 def _context_length(asked: int | None, model: int) -> int:

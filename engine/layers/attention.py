@@ -41,16 +41,6 @@ class SelfAttention(nn.Module):
             q_THD, k_THD = self.q_norm(q_THD), self.k_norm(k_THD)
         q_THD, k_THD = rotary(q_THD, *cos_sin), rotary(k_THD, *cos_sin)
         k_cache, v_cache = ctx.kv[self.layer]
-        store_kv(k_THD, v_THD, k_cache, v_cache, ctx.attn.slot_mapping_T)
-        out_THD = paged_attention(
-            q_THD,
-            k_cache,
-            v_cache,
-            page_table_BP=ctx.attn.page_table_BP,
-            seq_lens_B=ctx.attn.seq_lens_B,
-            query_lens=ctx.attn.query_lens,
-            seq_lens=ctx.attn.seq_lens,
-            page_size=ctx.attn.page_size,
-            scale=self.head_dim**-0.5,
-        )
+        store_kv(k_THD, v_THD, k_cache, v_cache, ctx.attn)
+        out_THD = paged_attention(q_THD, k_cache, v_cache, ctx.attn, scale=self.head_dim**-0.5)
         return self.o_proj(out_THD.flatten(1), ctx)
