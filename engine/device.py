@@ -7,6 +7,12 @@ import numpy as np
 import torch
 
 
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array on `device`, without waiting for it: from pinned memory, on CUDA."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def to_device(arrays: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
     """int32 tensors on `device` for one-dimensional int arrays or lists: views of a single (pinned, on CUDA) copy."""
     parts = [np.asarray(a, dtype=np.int32) for a in arrays]

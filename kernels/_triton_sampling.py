@@ -20,7 +20,7 @@ def mix32(x):
 def row_key(seed, position):
     key = mix32((seed & 0xFFFFFFFF).to(tl.uint32))
     key = mix32(key ^ ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
-    return mix32(key ^ (position & 0xFFFFFFFF).to(tl.uint32))
+    return mix32(key ^ (position.to(tl.int64) & 0xFFFFFFFF).to(tl.uint32))
 
 
 @triton.jit
@@ -60,8 +60,9 @@ def race_parts(
     FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The best score of one row's chunk and its token; +inf for a chunk with NaN or +inf. Score: x, plus noise where the
-    row draws from all tokens. Grid: rows, chunks."""
+    """The best score of one row's chunk and its token; +inf for a chunk with NaN or +inf. Grid: rows, chunks.
+
+    Score: x, plus noise where the row draws from all tokens."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if PDL:

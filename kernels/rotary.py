@@ -40,7 +40,7 @@ def rope_angles(
 
 
 def rotate(x_THD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
-    """Turns the pairs (x[i], x[i + R]) of each head, i < R ≤ D/2, by their angles; what lies beyond 2R stays. Reference."""
+    """Turns the pairs (x[i], x[i + R]) of each head, i < R ≤ D/2, by their angles; what lies beyond 2R stays."""
     half = cos_TR.shape[1]
     low, high = x_THD[..., :half].float(), x_THD[..., half : 2 * half].float()
     cos, sin = cos_TR[:, None], sin_TR[:, None]
