@@ -14,7 +14,10 @@ from loraplex.kernels.devices import dependent_launch, use_triton
 BLOCK = 2048
 LONG_CHUNK, SHORT_CHUNK, FEW_ROWS = 8192, 2048, 16
 """Tokens of a program of the first launch; short chunks give few rows enough programs."""
-SEARCH_WARPS, SEARCH_STAGES = 8, 4
+SEARCH_WARPS, SEARCH_STAGES, SEARCH_REGISTERS = 8, 4, 128
+"""Two programs on an SM: 256 rows are under way at once on an H200."""
+LISTED = 2048
+"""Tokens of a truncated row that are sorted out apart from the rest."""
 
 _MASK32 = 0xFFFFFFFF
 
@@ -99,9 +102,9 @@ class DrawParams:
     positions_N: torch.Tensor
     """int32 or int64."""
     noisy: bool
-    """Some row is not greedy. Host values, as `cut`: they choose the kernels, not the results."""
+    """Some row is not greedy. Known on the host, as `cut`: False spares work."""
     cut: bool
-    """Some row has a top-k, top-p or min-p."""
+    """Some row that is not greedy has a top-k, top-p or min-p."""
 
 
 def shape_logits(logits_NV: torch.Tensor, params: DrawParams) -> torch.Tensor:
@@ -147,11 +150,24 @@ def draw(logits_NV: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, tor
     indices = torch.empty(rows, parts, dtype=torch.int32, device=logits_NV.device)
     ids_N = torch.empty(rows, dtype=torch.int64, device=logits_NV.device)
     broken_N = torch.empty(rows, dtype=torch.uint8, device=logits_NV.device)
+    totals = (
+        (torch.empty_like(indices), torch.empty_like(values), torch.empty_like(values)) if params.cut else (None,) * 3
+    )
     pdl, fast = dependent_launch(logits_NV.device), logits_NV.is_cuda
     rules = (params.temperature_N, params.top_k_N, params.top_p_N, params.min_p_N, params.seeds_N, params.positions_N)
     layout = {"ROW": logits_NV.stride(0), "SIZE": size, "PARTS": parts, "BLOCK": BLOCK, "FAST": fast}
     kernels.race_parts[(rows, parts)](
-        logits_NV, *rules, values, indices, CHUNK=chunk, NOISY=params.noisy, num_warps=4, **layout, **pdl
+        logits_NV,
+        *rules,
+        values,
+        indices,
+        *totals,
+        CHUNK=chunk,
+        NOISY=params.noisy,
+        CUT=params.cut,
+        num_warps=4,
+        **layout,
+        **pdl,
     )
     block_p = 1 << (parts - 1).bit_length()
     if params.cut:
@@ -160,11 +176,16 @@ def draw(logits_NV: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, tor
             *rules,
             values,
             indices,
+            *totals,
+            logits_NV.new_empty(rows, LISTED),
+            torch.empty(rows, LISTED, dtype=torch.int32, device=logits_NV.device),
             ids_N,
             broken_N,
+            CAPACITY=LISTED,
             BLOCK_P=block_p,
             STAGES=SEARCH_STAGES,
             num_warps=SEARCH_WARPS,
+            maxnreg=SEARCH_REGISTERS,
             **layout,
             **pdl,
         )

@@ -15,6 +15,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "BLOCK", 64)
     monkeypatch.setattr(sampling, "SHORT_CHUNK", 128)
     monkeypatch.setattr(sampling, "LONG_CHUNK", 256)
+    monkeypatch.setattr(sampling, "LISTED", 32)
 
 
 def logits(rows: int, size: int, seed: int = 0) -> torch.Tensor:
