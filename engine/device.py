@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -15,6 +16,12 @@ def send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> tor
 def fetch(tensor: torch.Tensor) -> torch.Tensor:
     """A host tensor whose values are there once an event recorded after this call has passed (at once on CPU)."""
     return tensor.to("cpu", non_blocking=True)
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array on `device`, without waiting for it: from pinned memory, on CUDA."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def resolve_device(name: str, rank: int) -> torch.device:
