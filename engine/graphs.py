@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 SMALLEST_CAPACITY = 16
 """Ranks below it share a bucket: tiles have 16 rank rows anyway."""
 PATIENCE = 16
-"""Steps that run eagerly before the bucket they lack is captured: a capture takes about as long as ten of them."""
+"""Steps of a rank capacity that run eagerly before the buckets they lack are captured, each when it is met: a capture
+takes about as long as a few such steps, and an adapter that is used once is not worth one."""
 
 Forward = Callable[[StepInputs, LoRABatchInfo | None, int | None], torch.Tensor]
 """Inputs, adapters, rank capacity → hidden states [T, D]."""
@@ -111,7 +112,8 @@ class StepGraphs:
         self._tokens = tokens
         self._max_rows = len(pages.pages)
         self._alone = alone
-        self._missed: Counter[Bucket] = Counter()
+        self._missed: Counter[int] = Counter()
+        """By capacity."""
         self._refused: set[Bucket] = set()
         self._steps: dict[Bucket, _Step] = {}
         self._buffers = StaticInputs(len(hidden_TD), self._max_rows, pages.pages.shape[1], hidden_TD.device)
@@ -149,8 +151,8 @@ class StepGraphs:
         if bucket is None:
             return None
         if bucket not in self._steps:
-            self._missed[bucket] += 1
-            if self._missed[bucket] < PATIENCE:
+            self._missed[bucket.capacity] += 1
+            if self._missed[bucket.capacity] < PATIENCE:
                 return None
             if not self._capture_late(bucket):
                 return None
