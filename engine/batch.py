@@ -28,8 +28,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """KV length after this step: computed before + new."""
     ids: list[int]
     """[T] token ids; −1 means: the last token sampled for this row, taken from the device buffer."""
-    pages: list[list[int]]
-    """KV page numbers of each row, in order; covers seq_lens."""
+    first_page: list[int]
+    """[B] place of the row's first new page among its pages; 0 when a sequence begins in the row."""
+    new_pages: list[list[int]]
+    """KV page numbers that each row has got since its last step: every rank keeps the table of the rest. Together they
+    cover seq_lens."""
     slots: list[int]
     """[B] adapter slot of each row, 0…S−1; −1 is the base model."""
     slot_rows: list[int]
@@ -51,3 +54,5 @@ class ForwardContext:
     """Per layer (k, v), each [num_pages · page_size, H_kv_local, head_dim]."""
     lora: LoRABatchInfo | None
     """None: no token of this step uses an adapter; no LoRA code runs."""
+    rank_capacity: int | None = None
+    """Largest rank that `lora` may come to describe when this forward is replayed; None: the forward runs once."""

@@ -191,8 +191,11 @@ class SchedulerConfig:
     max_running_requests: int = flag(256, "sequences that run at once", aliases=("max-num-seqs",))
     max_queued_requests: int | None = flag(None, "sequences that may wait; more answer 503 (default: no limit)")
     chunked_prefill_size: int = flag(
-        2048, "prompt tokens computed in one step; -1: no limit", aliases=("max-num-batched-tokens",)
+        2048,
+        "prompt tokens computed in one step; -1: no limit (on CUDA the context length)",
+        aliases=("max-num-batched-tokens",),
     )
+    disable_overlap_schedule: bool = flag(False, "prepare a step only when the one before it is done (CUDA)")
     watchdog_timeout: float = flag(30.0, "seconds without a sign of life before /health answers 503", metavar="SECONDS")
 
     def __post_init__(self) -> None:
@@ -209,6 +212,23 @@ class SchedulerConfig:
     def prefill_budget(self) -> int:
         """Prompt tokens of one step; a number no step reaches when chunking is off."""
         return NO_LIMIT if self.chunked_prefill_size == -1 else self.chunked_prefill_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    """CUDA graphs"""
+
+    disable_cuda_graph: bool = flag(False, "launch every kernel of every step from Python")
+    cuda_graph_max_bs: int | None = flag(
+        None, "largest decode batch with a graph (default: --max-running-requests, at most 64 below 40 GiB, else 512)"
+    )
+    cuda_graph_max_tokens: int | None = flag(
+        None,
+        "largest prefill or mixed step with a graph, in tokens (default: the largest step, at most 8192 prompt tokens)",
+    )
+
+    def __post_init__(self) -> None:
+        _check_at_least(1, self, "cuda_graph_max_bs", "cuda_graph_max_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +356,7 @@ class Config:
     model: ModelConfig
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    graphs: GraphConfig = GraphConfig()
     parallel: ParallelConfig = ParallelConfig()
     lora: LoRAConfig = LoRAConfig()
     server: ServerConfig = ServerConfig()

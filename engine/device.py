@@ -1,4 +1,4 @@
-"""Host arrays to the device: one packed int32 copy instead of one copy each."""
+"""Between host and device, without one waiting for the other."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,21 @@ import numpy as np
 import torch
 
 
-def to_device(arrays: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
-    """int32 tensors on `device` for one-dimensional int arrays or lists: views of a single (pinned, on CUDA) copy."""
-    parts = [np.asarray(a, dtype=np.int32) for a in arrays]
-    packed = torch.from_numpy(np.concatenate(parts))
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    on_device = packed.to(device, non_blocking=True)
-    return list(torch.split(on_device, [len(p) for p in parts]))
+def send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of these host numbers on `device`, without waiting for the device: through pinned memory on CUDA."""
+    tensor = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return tensor.to(device, non_blocking=True)
+
+
+def fetch(tensor: torch.Tensor) -> torch.Tensor:
+    """A host tensor whose values are there once an event recorded after this call has passed (at once on CPU)."""
+    return tensor.to("cpu", non_blocking=True)
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array on `device`, without waiting for it: from pinned memory, on CUDA."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def resolve_device(name: str, rank: int) -> torch.device:

@@ -41,6 +41,10 @@ class Hooks:
     """CHUNK=n: prompt tokens of a step."""
     max_loras: int | None = None
     """MAX_LORAS=n: adapters of a step."""
+    static_steps: int = 0
+    """STATIC_STEPS=1: steps run in the padded buffers of CUDA graphs, on a CPU too, where nothing is captured."""
+    overlap: int = 0
+    """OVERLAP=1: a step is launched before the outputs of the one before it are known, on a CPU too."""
 
     def resized(self, config: Config) -> Config:
         """The settings with this test's sizes."""

@@ -20,6 +20,7 @@ from loraplex.engine.config import Config
 from loraplex.engine.device import resolve_device
 from loraplex.engine.hooks import Hooks, read_hooks
 from loraplex.engine.kv_cache import PagePool
+from loraplex.engine.launched import LaunchedStep
 from loraplex.engine.lora.errors import AdapterError
 from loraplex.engine.lora.loader import AdapterLoader, Loaded, Prepared, prepare
 from loraplex.engine.lora.manager import AdapterManager
@@ -93,7 +94,7 @@ class EngineLoop:
             context_length=runner.context_length,
             max_running=config.scheduler.max_running_requests,
             max_queued=config.scheduler.max_queued_requests,
-            chunk=config.scheduler.prefill_budget,
+            chunk=runner.prompt_budget,
             adapter_slots=config.lora.max_loras_per_batch,
             eos_token_ids=frozenset(runner.eos_token_ids),
         )
@@ -108,6 +109,12 @@ class EngineLoop:
         self.loader = AdapterLoader(
             runner.adapters, config.lora, runner.dtype, self.inbox.put, hooks.load_delay_ms / 1000
         )
+        self._overlap = hooks.overlap or (
+            runner.device.type == "cuda" and not config.scheduler.disable_overlap_schedule
+        )
+        """A step is prepared and launched while the one before it runs. On a CPU, which computes a step during its
+        launch, that would only send every token a step later."""
+        self._in_flight: tuple[Batch, LaunchedStep] | None = None
         self._steps = 0
         self._failed_in_a_row = 0
         self._last_heartbeat = 0.0
@@ -123,7 +130,7 @@ class EngineLoop:
 
         device = resolve_device(config.model.device, 0)
         parallel = init_parallel(0, config.parallel.tp_size, rendezvous, device)
-        runner = ModelRunner(config, parallel, device, say)
+        runner = ModelRunner(config, parallel, device, say, static_steps=bool(hooks.static_steps))
         manager = AdapterManager(config.lora, runner.adapters, followers)
         if config.lora.enable_lora:
             _start_adapters(manager, runner, followers, say)
@@ -150,15 +157,25 @@ class EngineLoop:
         self.runner.parallel.close()
 
     def turn(self) -> bool:
-        """Handles what came in, then runs one step if there is one. False: the front has gone."""
+        """Handles what came in, launches the next step if there is one, and sends the outputs of the step before it
+        (without overlap: of this one). False: the front has gone."""
         if not self._receive():
             return False
         batch = self.scheduler.next_batch()
-        if batch is not None:
-            self._step(batch)
+        launched = self._launch(batch) if batch is not None else None
+        self._collect()
+        if batch is not None and launched is not None:
+            self._in_flight = batch, launched
+            if not self._overlap:
+                self._collect()
         self.manager.sweep()
         self._beat()
         return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing to run and nothing running."""
+        return not self.scheduler.has_work and self._in_flight is None
 
     # ---- messages
 
@@ -173,7 +190,7 @@ class EngineLoop:
 
     def _receive(self) -> bool:
         """Handles all messages waiting; with nothing to run, waits for one until the next heartbeat is due."""
-        wait = not self.scheduler.has_work
+        wait = self.is_idle
         while True:
             try:
                 message = self.inbox.get(wait, HEARTBEAT_S if wait else None)
@@ -207,27 +224,48 @@ class EngineLoop:
 
     # ---- a step
 
-    def _step(self, batch: Batch) -> None:
+    def _launch(self, batch: Batch) -> LaunchedStep | None:
+        """Starts a step; None, and its requests have ended, when that failed."""
         self._steps += 1
         sent = False
         try:
             self.hooks.before_step(self._steps, batch.request_ids)
             plan = batch.plan()
             sent = self.followers.send(plan)
-            result = self.runner.execute(plan, batch.sampling_plan(), self._poisoned(batch))
+            return self.runner.launch(plan, batch.sampling_plan(), self._poisoned(batch))
         except Exception:
             if sent:
                 raise  # the ranks no longer stand at the same collective
             log.exception("step %d failed (%d sequences)", self._steps, len(batch.seqs))
-            self._failed_in_a_row += 1
-            outputs = self.scheduler.fail(batch, STEP_FAILED)
-        else:
-            self._failed_in_a_row = 0
-            outputs = self.scheduler.commit(batch, result)
-        if outputs:
-            self.outbox.send(StepOutput(outputs=outputs))
+            self._collect()  # what the step before has drawn belongs to its requests
+            self._fail(batch)
+            return None
+
+    def _collect(self) -> None:
+        """Waits for the step in flight, if there is one, and sends its outputs."""
+        if self._in_flight is None:
+            return
+        (batch, step), self._in_flight = self._in_flight, None
+        try:
+            result = step.result()
+        except Exception:
+            if self.runner.parallel.size > 1:
+                raise
+            log.exception("a step failed on the device (%d sequences)", len(batch.seqs))
+            self._fail(batch)
+            return
+        self._failed_in_a_row = 0
+        self._send(self.scheduler.commit(batch, result))
+
+    def _fail(self, batch: Batch) -> None:
+        self._failed_in_a_row += 1
+        self._send(self.scheduler.fail(batch, STEP_FAILED))
         if self._failed_in_a_row >= FAILED_STEPS_ALLOWED:
             raise RuntimeError(f"{self._failed_in_a_row} steps failed in a row; see the log above")
+
+    def _send(self, outputs: list[TokenOut]) -> None:
+        if outputs:
+            self.outbox.send(StepOutput(outputs=outputs))
 
     def _poisoned(self, batch: Batch) -> frozenset[int]:
         return frozenset(i for i, id in enumerate(batch.request_ids) if id == self.hooks.nan_logits)

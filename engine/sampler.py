@@ -1,22 +1,28 @@
 """Tokens and logprobs from logits, on the device, batched. Rank 0 only; other ranks receive the ids.
 
+Nothing here waits for the device: what comes from the host is pinned, what goes there is fetched later.
+
 A request's draws depend on its seed and on how many tokens it has, never on its neighbours (field case G10).
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
+from loraplex.engine.device import fetch, upload
 from loraplex.engine.messages import TokenLogprobs
 from loraplex.engine.request import SamplingParams
 from loraplex.engine.step import SampleRow
 from loraplex.kernels import sampling
+from loraplex.kernels.sampling import DrawParams
 
 LOGPROB_FLOOR = -9999.0
 """How −inf is reported: JSON has no infinity."""
 GREEDY_BELOW = 1e-5
 """Temperatures under it would overflow fp32 logits; they mean greedy."""
+MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,12 @@ class Sampled:
     ids_N: torch.Tensor
     """int64 [N]."""
     broken_N: torch.Tensor
-    """bool [N]: the row's logits held NaN or +inf."""
+    """bool [N]: the row's logits held NaN or +inf, before or after its bias and penalties."""
     top: "TopLogprobs | None"
+
+    def fetch(self) -> "Sampled":
+        """The same on the host, on its way: `engine.device.fetch`."""
+        return Sampled(fetch(self.ids_N), fetch(self.broken_N), self.top.fetch() if self.top is not None else None)
 
 
 @dataclass(frozen=True)
@@ -38,8 +48,12 @@ class TopLogprobs:
     ids_NK: torch.Tensor
     values_NK: torch.Tensor
 
+    def fetch(self) -> "TopLogprobs":
+        """The same on the host, on its way."""
+        return TopLogprobs(fetch(self.chosen_N), fetch(self.ids_NK), fetch(self.values_NK))
+
     def to_host(self, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
-        """Per row the token's logprob and its `counts[i]` best alternatives."""
+        """Per row the token's logprob and its `counts[i]` best alternatives. Waits for values on the device."""
         chosen = self.chosen_N.clamp(min=LOGPROB_FLOOR).tolist()
         ids = self.ids_NK.tolist()
         values = self.values_NK.clamp(min=LOGPROB_FLOOR).tolist()
@@ -51,9 +65,36 @@ class TopLogprobs:
 
 def top_logprobs(logits_NV: torch.Tensor, tokens_N: torch.Tensor, k: int) -> TopLogprobs:
     """log-softmax of the logits at `tokens_N` and at the k largest, descending."""
-    logprobs = torch.log_softmax(logits_NV, dim=-1)
-    values, ids = torch.topk(logprobs, min(k, logits_NV.shape[-1]), dim=-1)
-    return TopLogprobs(logprobs.gather(-1, tokens_N[:, None])[:, 0], ids, values)
+    normaliser_N1 = sampling.log_normaliser(logits_NV)[:, None]
+    values, ids = torch.topk(logits_NV, min(k, logits_NV.shape[-1]), dim=-1)
+    chosen_N1 = logits_NV.gather(-1, tokens_N[:, None])
+    return TopLogprobs((chosen_N1 - normaliser_N1)[:, 0], ids, values - normaliser_N1)
+
+
+def pack_draws(rows: list[SampleRow], device: torch.device) -> DrawParams:
+    """What `sampling.draw` needs of the rows, in one copy."""
+    params = [r.params for r in rows]
+    drawing = [p for p in params if p.temperature >= GREEDY_BELOW]
+    words = np.empty((7, len(rows)), dtype=np.int32)
+    floats = words.view(np.float32)
+    words[:2] = np.asarray([r.seed for r in rows], dtype=np.int64).view(np.int32).reshape(2, -1)
+    words[2] = [r.position for r in rows]
+    words[3] = [min(max(p.top_k, 0), MAX_INT32) for p in params]
+    floats[4] = [p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params]
+    floats[5] = [p.top_p for p in params]
+    floats[6] = [p.min_p for p in params]
+    packed = upload(words, device)
+    temperature_N, top_p_N, min_p_N = packed[4:7].view(torch.float32)
+    return DrawParams(
+        temperature_N=temperature_N,
+        top_k_N=packed[3],
+        top_p_N=top_p_N,
+        min_p_N=min_p_N,
+        seeds_N=packed[:2].view(-1).view(torch.int64),
+        positions_N=packed[2],
+        noisy=bool(drawing),
+        cut=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in drawing),
+    )
 
 
 class Sampler:
@@ -83,27 +124,29 @@ class Sampler:
             shape = (self.max_rows, self.vocab_size)
             self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
             self._prompt_seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        self._output_counts[row] = torch.bincount(
-            torch.tensor(output_ids, dtype=torch.int64), minlength=self.vocab_size
-        ).to(self.device, torch.int32)
+        counts = np.bincount(np.asarray(output_ids, dtype=np.int64), minlength=self.vocab_size)
+        self._output_counts[row] = upload(counts.astype(np.int32), self.device)
         self._prompt_seen[row] = False
         self._prompt_seen[row, self._index(prompt_ids)] = True
 
     def sample(self, logits_NV: torch.Tensor, rows: list[SampleRow]) -> Sampled:
-        """Draws one token per row. logits fp32 [N, V]; they are not kept unchanged."""
-        broken = torch.isnan(logits_NV).any(-1) | torch.isposinf(logits_NV).any(-1)
-        params = [r.params for r in rows]
-        wanted = max((p.logprobs for p in params if p.logprobs is not None), default=None)
-        raw = logits_NV.clone() if wanted is not None and self.mode == "raw" else None
-        logits = self._bias_and_mask(logits_NV, rows)
-        logits = self._penalise(logits, rows)
-        logits = self._reshape(logits, params)
-        ids = self._draw(logits, rows)
+        """Draws one token per row without waiting for the device. logits fp32 [N, V]; they are not kept unchanged."""
+        wanted = max((r.params.logprobs for r in rows if r.params.logprobs is not None), default=None)
+        logits = logits_NV
+        if wanted is not None and self.mode == "raw" and any(self._edits(r) for r in rows):
+            logits = logits_NV.clone()
+        logits = self._penalise(self._bias_and_mask(logits, rows), rows)
+        draws = pack_draws(rows, self.device)
+        ids, broken = sampling.draw(logits, draws)
         self._count(ids, rows)
         top = None
         if wanted is not None:
-            top = top_logprobs(logits if raw is None else raw, ids, wanted)
+            top = top_logprobs(logits_NV if self.mode == "raw" else sampling.shape_logits(logits, draws), ids, wanted)
         return Sampled(ids, broken, top)
+
+    def _edits(self, row: SampleRow) -> bool:
+        """Whether the row's logits are written to."""
+        return bool(row.params.logit_bias) or bool(self._stops_too_early(row)) or _has_penalties(row.params)
 
     def _bias_and_mask(self, logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
         bias = [(i, t, b) for i, r in enumerate(rows) for t, b in r.params.logit_bias.items()]
@@ -139,48 +182,16 @@ class Sampler:
         )
         return logits
 
-    def _reshape(self, logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-        """Temperature and the truncations, on the rows that draw."""
-        drawing = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
-        if drawing:
-            at = self._index(drawing)
-            logits[at] = logits[at] / self._floats([params[i].temperature for i in drawing])[:, None]
-        floored = [i for i in drawing if params[i].min_p > 0]
-        if floored:
-            at = self._index(floored)
-            logits[at] = sampling.mask_min_p(logits[at], self._floats([params[i].min_p for i in floored]))
-        cut = [i for i in drawing if 0 < params[i].top_k < self.vocab_size or params[i].top_p < 1]
-        if cut:
-            at = self._index(cut)
-            top_k = self._index([min(params[i].top_k, self.vocab_size) or self.vocab_size for i in cut])
-            logits[at] = sampling.mask_top_k_top_p(logits[at], top_k, self._floats([params[i].top_p for i in cut]))
-        return logits
-
-    def _draw(self, logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
-        drawing = [i for i, r in enumerate(rows) if r.params.temperature >= GREEDY_BELOW]
-        if not drawing:
-            return logits.argmax(-1)
-        noise = sampling.gumbel_noise(
-            self._index([rows[i].seed for i in drawing]),
-            self._index([rows[i].position for i in drawing]),
-            self.vocab_size,
-        )
-        if len(drawing) == len(rows):
-            return (logits + noise).argmax(-1)
-        noisy = logits.clone()
-        noisy[self._index(drawing)] += noise
-        return noisy.argmax(-1)
-
     def _count(self, ids: torch.Tensor, rows: list[SampleRow]) -> None:
         some = [i for i, r in enumerate(rows) if _has_penalties(r.params)]
         if some and self._output_counts is not None:
             self._output_counts[self._index([rows[i].row for i in some]), ids[self._index(some)]] += 1
 
     def _index(self, values: "list[int] | tuple[int, ...]") -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return upload(np.asarray(values, dtype=np.int64), self.device)
 
     def _floats(self, values: "list[float] | tuple[float, ...]") -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self.device)
+        return upload(np.asarray(values, dtype=np.float32), self.device)
 
 
 def _has_penalties(params: SamplingParams) -> bool:

@@ -48,7 +48,13 @@ class Residency(Protocol):
 
 
 class Scheduler:
-    """Owns every live request. `next_batch` → run → `commit`, from one thread."""
+    """Owns every live request. `next_batch` → run → `commit`, from one thread.
+
+    The next batch may be made before the last one is committed: a sequence whose token is on its way goes on from the
+    device's copy of it. What the token decides, then, comes a step late: a sequence that it ends has computed one token
+    too many, which `commit` drops, and one that is preempted loses it and draws the same one again. Pages and rows are
+    given away while a step in flight still writes to them: steps run in the order of their launch.
+    """
 
     def __init__(
         self,
@@ -149,25 +155,24 @@ class Scheduler:
         """Takes a step's results: appends tokens, names full pages, ends what is finished."""
         outputs = []
         for i, seq in enumerate(batch.seqs):
-            if batch.sample[i]:
-                seq.num_pending -= 1
-            if seq.finished:
+            if batch.is_void(i):
                 continue
             seq.prompt_logprobs.extend(result.prompt_logprobs[i])
             if not batch.sample[i]:
-                self._name_pages(seq)
+                self._name_pages(seq, batch.computed[i])
                 continue
+            seq.num_pending -= 1
             if result.broken[i]:
                 outputs.append(self._failed(seq, NUMERICAL_ERROR))
                 continue
-            self._name_pages(seq)
+            self._name_pages(seq, batch.computed[i])
             seq.tokens.append(result.tokens[i])
             outputs.append(self._output(seq, result, i))
         return outputs
 
     def fail(self, batch: Batch, error: ErrorInfo) -> list[TokenOut]:
         """Ends every sequence of a step whose forward raised. Their pages may hold anything and are not named."""
-        return [self._failed(seq, error) for seq in batch.seqs if not seq.finished]
+        return [self._failed(seq, error) for i, seq in enumerate(batch.seqs) if not batch.is_void(i)]
 
     # ---- state
 
@@ -217,6 +222,8 @@ class Scheduler:
         for seq in list(self.running):
             preempted_meanwhile = seq.row < 0
             if preempted_meanwhile or (seq.adapter is not None and seq.adapter not in turn):
+                continue
+            if self._ends_with_pending(seq):
                 continue
             decoding = seq.num_left == 1
             n = 1 if decoding else min(seq.num_left, budget)
@@ -299,9 +306,10 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Frees a running sequence's pages and row; it is recomputed from its tokens when its turn comes."""
-        assert seq.num_pending == 0, "a sequence with a token in flight cannot be recomputed"
+        """Frees a running sequence's pages and row; it is recomputed from its tokens when its turn comes. Tokens on
+        their way are given up: seed and position draw them again."""
         self._leave_running(seq)
+        seq.num_pending = 0
         if not seq.reported:
             seq.prompt_logprobs.clear()
         seq.num_computed = 0
@@ -313,6 +321,7 @@ class Scheduler:
         self.running.remove(seq)
         self.pool.release(seq.pages)
         seq.pages = []
+        seq.num_sent_pages = 0
         self._free_rows.append(seq.row)
         seq.row = -1
         seq.row_started = seq.row_holds_last = False
@@ -333,16 +342,27 @@ class Scheduler:
             if ticket.adapter is not None:
                 self.adapters.release(ticket.adapter)
 
-    def _name_pages(self, seq: Sequence) -> None:
-        """Names pages that this step filled: from now on other requests may start from them."""
-        known = min(seq.num_computed, len(seq.tokens))
+    def _name_pages(self, seq: Sequence, computed: int) -> None:
+        """Names pages that this step filled: from now on other requests may start from them.
+
+        computed: tokens whose KV is written by this step and those before it. Later steps may be in flight, and what
+        a step writes has no name before it is known to have succeeded.
+        """
+        known = min(computed, len(seq.tokens))
         full = known // self.limits.page_size
-        if full == seq.num_named:
+        if full <= seq.num_named:
             return
         extend_chain(seq.page_names, seq.ticket.cache_root, seq.tokens[:known], self.limits.page_size)
         for i in range(seq.num_named, full):
             self.pool.name(seq.pages[i], seq.page_names[i])
         seq.num_named = full
+
+    def _ends_with_pending(self, seq: Sequence) -> bool:
+        """Whether the tokens on their way are certainly its last: by count, not by what they are."""
+        if seq.num_pending == 0:
+            return False
+        full = len(seq.tokens) + seq.num_pending >= self.limits.context_length
+        return full or seq.num_outputs >= seq.sampling.max_tokens
 
     def _output(self, seq: Sequence, result: StepResult, i: int) -> TokenOut:
         token = result.tokens[i]

@@ -41,6 +41,8 @@ class Sequence:
     num_pending: int = 0
     """Tokens sampled by scheduled steps whose ids have not come back."""
     pages: list[int] = field(default_factory=list)
+    num_sent_pages: int = 0
+    """Pages that a step's plan has told the ranks for this row."""
     page_names: list[bytes] = field(default_factory=list)
     num_named: int = 0
     num_cached: int | None = None
@@ -50,6 +52,7 @@ class Sequence:
     """The first output (with cached_tokens and prompt logprobs) has been sent."""
     finished: bool = False
     num_preemptions: int = 0
+    """A step that was scheduled at a lower count is void for this sequence: it is computed again."""
 
     @property
     def request(self) -> Request:

@@ -63,6 +63,12 @@ class Batch:
     """The row's one input token is the last one it sampled, which the device still holds."""
     new_rows: list[Sequence] = field(default_factory=list)
     """Sequences that run for the first time since they were (re)admitted."""
+    computed: list[int] = field(default_factory=list)
+    """Tokens of each sequence whose KV is written once this step is done."""
+    first_page: list[int] = field(default_factory=list)
+    new_pages: list[list[int]] = field(default_factory=list)
+    preemptions: list[int] = field(default_factory=list)
+    """`num_preemptions` of each sequence when it was taken."""
 
     def __bool__(self) -> bool:
         return bool(self.seqs)
@@ -77,6 +83,11 @@ class Batch:
         sample = seq.num_left == 0
         self.seqs.append(seq)
         self.num_new.append(n)
+        self.computed.append(seq.num_computed)
+        self.preemptions.append(seq.num_preemptions)
+        self.first_page.append(seq.num_sent_pages)
+        self.new_pages.append(seq.pages[seq.num_sent_pages :])
+        seq.num_sent_pages = len(seq.pages)
         self.sample.append(sample)
         self.from_device.append(sample and n == 1 and seq.row_holds_last)
         if not seq.row_started:
@@ -86,15 +97,23 @@ class Batch:
             seq.num_pending += 1
             seq.row_holds_last = True
 
+    def is_void(self, i: int) -> bool:
+        """Whether row i has ended or was preempted since: its results are of no use."""
+        return self.seqs[i].finished or self.seqs[i].num_preemptions != self.preemptions[i]
+
     def plan(self) -> StepPlan:
         slots, slot_rows = self._slots()
+        ids: list[int] = []
+        for i in range(len(self.seqs)):
+            ids.extend(self._input_ids(i))
         return StepPlan(
             is_decode=all(n == 1 for n in self.num_new),
             rows=[seq.row for seq in self.seqs],
             num_new=self.num_new,
-            seq_lens=[seq.num_computed for seq in self.seqs],
-            ids=[t for i in range(len(self.seqs)) for t in self._input_ids(i)],
-            pages=[seq.pages for seq in self.seqs],
+            seq_lens=self.computed,
+            ids=ids,
+            first_page=self.first_page,
+            new_pages=self.new_pages,
             slots=slots,
             slot_rows=slot_rows,
             sample=self.sample,

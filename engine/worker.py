@@ -58,10 +58,11 @@ def _lead(config: Config, connection: Connection, followers: ranks.Followers, re
 
 
 def _follow(config: Config, rank: int, connection: Connection, rendezvous: str) -> None:
-    config = read_hooks(warn=False).resized(config)
+    hooks = read_hooks(warn=False)
+    config = hooks.resized(config)
     device = resolve_device(config.model.device, rank)
     parallel = init_parallel(rank, config.parallel.tp_size, rendezvous, device)
-    runner = ModelRunner(config, parallel, device, say=lambda _: None)
+    runner = ModelRunner(config, parallel, device, say=lambda _: None, static_steps=bool(hooks.static_steps))
     while True:
         try:
             message = ranks.decode(connection.recv_bytes())
@@ -83,7 +84,7 @@ def _follow(config: Config, rank: int, connection: Connection, rendezvous: str) 
         elif isinstance(message, ranks.Drop):
             runner.adapters.drop(message.version)
         else:
-            runner.execute(message, None)
+            runner.launch(message, None)
 
 
 def _store(runner: ModelRunner, config: Config, message: ranks.Store) -> ErrorInfo | None:

@@ -1,10 +1,23 @@
-"""Draws from logits, row by row: counter-based Gumbel noise, top-k / top-p / min-p masks, penalties.
+"""Draws from logits, row by row: counter-based Gumbel noise, top-k / top-p / min-p, penalties, normalisers.
 
-All of it is the torch reference. Every function treats a row by itself, so a row's result does not depend on which
-other rows share the batch.
+Every function treats a row by itself, so a row's result does not depend on which other rows share the batch. `draw` on
+a GPU never sorts: a row's winner is the best of its chunks (two launches), and where a row is truncated, the second
+launch first searches the logit at which its kept set ends.
 """
 
+from dataclasses import dataclass
+
 import torch
+
+from loraplex.kernels.devices import dependent_launch, use_triton
+
+BLOCK = 2048
+LONG_CHUNK, SHORT_CHUNK, FEW_ROWS = 8192, 2048, 16
+"""Tokens of a program of the first launch; short chunks give few rows enough programs."""
+SEARCH_WARPS, SEARCH_STAGES, SEARCH_REGISTERS = 8, 4, 128
+"""Two programs on an SM: 256 rows are under way at once on an H200."""
+LISTED = 2048
+"""Tokens of a truncated row that are sorted out apart from the rest."""
 
 _MASK32 = 0xFFFFFFFF
 
@@ -70,3 +83,136 @@ def mask_top_k_top_p(logits_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: to
     drop[:, 0] = False
     values = values.masked_fill(drop, -torch.inf)
     return torch.empty_like(logits_NV).scatter_(-1, order, values)
+
+
+@dataclass(frozen=True)
+class DrawParams:
+    """How each of N rows draws, on the device."""
+
+    temperature_N: torch.Tensor
+    """fp32; 0: greedy, the rest of the row is not looked at."""
+    top_k_N: torch.Tensor
+    """int32; 0 and from V on: all."""
+    top_p_N: torch.Tensor
+    """fp32; 1: all."""
+    min_p_N: torch.Tensor
+    """fp32; 0: all."""
+    seeds_N: torch.Tensor
+    """int64."""
+    positions_N: torch.Tensor
+    """int32 or int64."""
+    noisy: bool
+    """Some row is not greedy. Known on the host, as `cut`: False spares work."""
+    cut: bool
+    """Some row that is not greedy has a top-k, top-p or min-p."""
+
+
+def shape_logits(logits_NV: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    """Logits over temperature, −inf outside of what a row keeps: min-p first, then top-k, then top-p."""
+    if not params.noisy:
+        return logits_NV
+    greedy_N = params.temperature_N == 0
+    scaled_NV = logits_NV / torch.where(greedy_N, 1.0, params.temperature_N)[:, None]
+    if not params.cut:
+        return scaled_NV
+    size = logits_NV.shape[-1]
+    top_k_N = torch.where(greedy_N | (params.top_k_N <= 0), size, params.top_k_N)
+    kept_NV = mask_min_p(scaled_NV, torch.where(greedy_N, 0.0, params.min_p_N))
+    return mask_top_k_top_p(kept_NV, top_k_N, torch.where(greedy_N, 1.0, params.top_p_N))
+
+
+def draw_reference(logits_NV: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, torch.Tensor]:
+    broken_N = torch.isnan(logits_NV).any(-1) | torch.isposinf(logits_NV).any(-1)
+    scores_NV = shape_logits(logits_NV, params)
+    if params.noisy:
+        noise_NV = gumbel_noise(params.seeds_N, params.positions_N.long(), logits_NV.shape[-1])
+        scores_NV = torch.where(params.temperature_N[:, None] == 0, scores_NV, scores_NV + noise_NV)
+    return scores_NV.argmax(-1), broken_N
+
+
+def draw(logits_NV: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token per row: argmax(shape_logits(logits) + gumbel_noise), of greedy rows argmax(logits).
+
+    logits: fp32 [N, V], not changed. Returns ids int64 [N] and broken bool [N]: the row holds NaN or +inf,
+    and its id is any token. The kernels round in another order than the reference: the draws differ where two scores,
+    or a kept set's end, are equal but for fp32 rounding. Equal scores go to the lower id.
+    """
+    if not use_triton(logits_NV) or logits_NV.shape[0] == 0:
+        return draw_reference(logits_NV, params)
+    from loraplex.kernels import _triton_sampling as kernels
+
+    assert logits_NV.dtype == torch.float32, logits_NV.dtype
+    assert logits_NV.stride(1) == 1, "rows must be contiguous"
+    rows, size = logits_NV.shape
+    chunk = SHORT_CHUNK if rows <= FEW_ROWS else LONG_CHUNK
+    parts = -(-size // chunk)
+    values = logits_NV.new_empty(rows, parts)
+    indices = torch.empty(rows, parts, dtype=torch.int32, device=logits_NV.device)
+    ids_N = torch.empty(rows, dtype=torch.int64, device=logits_NV.device)
+    broken_N = torch.empty(rows, dtype=torch.uint8, device=logits_NV.device)
+    totals = (
+        (torch.empty_like(indices), torch.empty_like(values), torch.empty_like(values)) if params.cut else (None,) * 3
+    )
+    pdl, fast = dependent_launch(logits_NV.device), logits_NV.is_cuda
+    rules = (params.temperature_N, params.top_k_N, params.top_p_N, params.min_p_N, params.seeds_N, params.positions_N)
+    layout = {"ROW": logits_NV.stride(0), "SIZE": size, "PARTS": parts, "BLOCK": BLOCK, "FAST": fast}
+    kernels.race_parts[(rows, parts)](
+        logits_NV,
+        *rules,
+        values,
+        indices,
+        *totals,
+        CHUNK=chunk,
+        NOISY=params.noisy,
+        CUT=params.cut,
+        num_warps=4,
+        **layout,
+        **pdl,
+    )
+    block_p = 1 << (parts - 1).bit_length()
+    if params.cut:
+        kernels.finish_cut[(rows,)](
+            logits_NV,
+            *rules,
+            values,
+            indices,
+            *totals,
+            logits_NV.new_empty(rows, LISTED),
+            torch.empty(rows, LISTED, dtype=torch.int32, device=logits_NV.device),
+            ids_N,
+            broken_N,
+            CAPACITY=LISTED,
+            BLOCK_P=block_p,
+            STAGES=SEARCH_STAGES,
+            num_warps=SEARCH_WARPS,
+            maxnreg=SEARCH_REGISTERS,
+            **layout,
+            **pdl,
+        )
+    else:
+        kernels.finish[(rows,)](values, indices, ids_N, broken_N, PARTS=parts, BLOCK_P=block_p, num_warps=1, **pdl)
+    return ids_N, broken_N.view(torch.bool)
+
+
+def log_normaliser(logits_NV: torch.Tensor) -> torch.Tensor:
+    """log Σ exp(logits) over the vocabulary, fp32 [N]: what a logprob is below its logit. logits fp32."""
+    if not use_triton(logits_NV) or logits_NV.shape[0] == 0:
+        return torch.logsumexp(logits_NV, dim=-1)
+    from loraplex.kernels import _triton_sampling as kernels
+
+    assert logits_NV.stride(1) == 1, "rows must be contiguous"
+    rows, size = logits_NV.shape
+    chunk = SHORT_CHUNK if rows <= FEW_ROWS else LONG_CHUNK
+    parts = logits_NV.new_empty(rows, -(-size // chunk))
+    kernels.normaliser_parts[tuple(parts.shape)](
+        logits_NV,
+        parts,
+        ROW=logits_NV.stride(0),
+        SIZE=size,
+        PARTS=parts.shape[1],
+        CHUNK=chunk,
+        BLOCK=BLOCK,
+        num_warps=4,
+        **dependent_launch(logits_NV.device),
+    )
+    return torch.logsumexp(parts, dim=-1)

@@ -9,8 +9,8 @@ from loraplex.engine.layers.norm import RMSNorm
 from loraplex.engine.layers.rotary import CosSin
 from loraplex.engine.model_config import ModelSpec
 from loraplex.engine.parallel import Parallel
-from loraplex.kernels.attention.paged import paged_attention, store_kv
-from loraplex.kernels.elementwise import rotary
+from loraplex.kernels.attention.paged import paged_attention
+from loraplex.kernels.rotary import norm_rotate_store
 
 
 class SelfAttention(nn.Module):
@@ -21,6 +21,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = spec.head_dim
+        self.eps = spec.rms_norm_eps
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.qkv_proj = Linear(
             spec.hidden_size,
@@ -35,12 +36,16 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if qk_norm else None
 
     def forward(self, x_TD: torch.Tensor, cos_sin: CosSin, ctx: ForwardContext) -> torch.Tensor:
-        q_TN, k_TN, v_TN = self.qkv_proj(x_TD, ctx).split(self.qkv_proj.slices, dim=1)
-        q_THD, k_THD, v_THD = (t.unflatten(1, (-1, self.head_dim)) for t in (q_TN, k_TN, v_TN))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_THD = self.q_norm(q_THD), self.k_norm(k_THD)
-        q_THD, k_THD = rotary(q_THD, *cos_sin), rotary(k_THD, *cos_sin)
         k_cache, v_cache = ctx.kv[self.layer]
-        store_kv(k_THD, v_THD, k_cache, v_cache, ctx.attn)
+        q_THD = norm_rotate_store(
+            self.qkv_proj(x_TD, ctx),
+            *cos_sin,
+            k_cache,
+            v_cache,
+            ctx.attn.slot_mapping_T,
+            q_weight_D=self.q_norm.weight if self.q_norm is not None else None,
+            k_weight_D=self.k_norm.weight if self.k_norm is not None else None,
+            eps=self.eps,
+        )
         out_THD = paged_attention(q_THD, k_cache, v_cache, ctx.attn, scale=self.head_dim**-0.5)
         return self.o_proj(out_THD.flatten(1), ctx)

@@ -42,7 +42,17 @@ class Experts(nn.Module):
         self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, ctx: ForwardContext
     ) -> torch.Tensor:
         lora, batch = (self.lora, ctx.lora) if self.lora is not None and ctx.lora is not None else (None, None)
-        out_TD = moe_lora_forward(x_TD, ids_TK, weights_TK, self.w13, self.w2, lora, batch, lora_op=self.lora_op)
+        out_TD = moe_lora_forward(
+            x_TD,
+            ids_TK,
+            weights_TK,
+            self.w13,
+            self.w2,
+            lora,
+            batch,
+            lora_op=self.lora_op,
+            rank_capacity=ctx.rank_capacity,
+        )
         return self.parallel.all_reduce_(out_TD)
 
     def checkpoint_tensors(self, path: str) -> dict[str, CheckpointTensor]:

@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from loraplex.engine.layers.checkpoint import CheckpointTensor, plain
-from loraplex.kernels.elementwise import rms_norm
+from loraplex.kernels.elementwise import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -15,6 +15,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return rms_norm(x_TD, self.weight, self.eps)
+
+    def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual)."""
+        return add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
     def checkpoint_tensors(self, path: str) -> dict[str, CheckpointTensor]:
         name = f"{path}.weight"

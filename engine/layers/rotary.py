@@ -4,9 +4,10 @@ import torch
 from torch import nn
 
 from loraplex.engine.model_config import RopeSpec
+from loraplex.kernels.rotary import rope_angles
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
-"""Each fp32 [T, head_dim], both halves equal."""
+"""Each fp32 [T, head_dim / 2]."""
 
 
 class Rotary(nn.Module):
@@ -19,7 +20,4 @@ class Rotary(nn.Module):
         self.inv_freq.copy_(torch.tensor(self.spec.inv_freq, dtype=torch.float32, device="cpu"))
 
     def forward(self, positions_T: torch.Tensor) -> CosSin:
-        angles = positions_T[:, None].float() * self.inv_freq
-        angles = torch.cat((angles, angles), dim=-1)
-        factor = self.spec.attention_factor
-        return angles.cos() * factor, angles.sin() * factor
+        return rope_angles(positions_T, self.inv_freq, self.spec.attention_factor)

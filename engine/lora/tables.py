@@ -23,7 +23,10 @@ class _Table:
 
     def write(self, row: int, values: np.ndarray) -> None:
         self.host[row] = values
-        self.device[row].copy_(torch.from_numpy(values))
+        words = torch.from_numpy(values)
+        if self.device.is_cuda:
+            words = words.pin_memory()  # the copy waits for the steps under way, the host does not
+        self.device[row].copy_(words, non_blocking=True)
 
 
 class AdapterTables:

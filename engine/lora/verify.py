@@ -18,9 +18,10 @@ from torch import nn
 from loraplex.engine.batch import ForwardContext, StepPlan
 from loraplex.engine.config import LoRAConfig
 from loraplex.engine.device import resolve_device
-from loraplex.engine.inputs import build_inputs
+from loraplex.engine.inputs import PageTable, build_inputs
 from loraplex.engine.layers.checkpoint import CheckpointTensor, HasConstants, TensorOwner
 from loraplex.engine.layers.embedding import LMHead
+from loraplex.engine.layers.rotary import CosSin
 from loraplex.engine.lora.adapter import HostAdapter
 from loraplex.engine.lora.backend import make_backend
 from loraplex.engine.lora.base_weights import BaseWeights
@@ -32,7 +33,7 @@ from loraplex.engine.lora.report import ANY_RANK
 from loraplex.engine.lora.site_check import SiteListener, embedding_error
 from loraplex.engine.model_config import read_model_spec
 from loraplex.engine.models import build_model
-from loraplex.engine.models.decoder import CausalLM
+from loraplex.engine.models.decoder import CausalLM, DecoderLayer
 from loraplex.engine.models.sites import Adapted, lora_sites
 from loraplex.engine.parallel import Parallel
 from loraplex.engine.weights import owned_tensors
@@ -117,15 +118,16 @@ class _Run:
             decoder.embed_tokens.to(META)
         cos_sin = decoder.rotary(self._context(None).positions_T)
         for i, layer in enumerate(decoder.layers):
+            assert isinstance(layer, DecoderLayer)
             path = f"model.layers.{i}"
             self._materialise(layer, path)
-            base_TD = layer(merged_TD, cos_sin, self._context(None))
+            base_TD = _through(layer, merged_TD, cos_sin, self._context(None))
             with _Served(layer, path, self.adapter, len(self.ids_T), self.device) as lora:
                 with SiteListener(layer, path) as listener:
-                    same_input_TD = layer(merged_TD, cos_sin, self._context(lora))
-                ours_TD = layer(ours_TD, cos_sin, self._context(lora))
+                    same_input_TD = _through(layer, merged_TD, cos_sin, self._context(lora))
+                ours_TD = _through(layer, ours_TD, cos_sin, self._context(lora))
             errors = self._merge_into(layer, path, listener)
-            merged_TD = layer(merged_TD, cos_sin, self._context(None))
+            merged_TD = _through(layer, merged_TD, cos_sin, self._context(None))
             yield _comparison(path, same_input_TD, merged_TD, base_TD, errors)
             layer.to(META)
         yield from self._compare_heads(merged_TD, ours_TD)
@@ -187,13 +189,14 @@ class _Run:
             num_new=[n],
             seq_lens=[n],
             ids=[0] * n,
-            pages=[[0]],
+            first_page=[0],
+            new_pages=[[0]],
             slots=[-1],
             slot_rows=[],
             sample=[False],
             prompt_logprobs=[-1],
         )
-        inputs = build_inputs(plan, n, self.ids_T, self.device)
+        inputs = build_inputs(plan, PageTable(1, 1, page_size=n), self.device)
         shape = self.spec.kv_shape(n, Parallel())
         kv = (torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device))
         return ForwardContext(inputs.positions_T, inputs.attn, [kv] * self.spec.num_layers, lora)
@@ -232,6 +235,11 @@ class _Served:
         for layer in self._module.modules():
             if isinstance(layer, Adapted):
                 layer.lora = None
+
+
+def _through(layer: DecoderLayer, x_TD: torch.Tensor, cos_sin: CosSin, ctx: ForwardContext) -> torch.Tensor:
+    out_TD, residual_TD = layer.forward(x_TD, None, cos_sin, ctx)
+    return out_TD + residual_TD
 
 
 def _tensors(module: nn.Module, path: str) -> dict[str, CheckpointTensor]:

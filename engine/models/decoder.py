@@ -23,9 +23,18 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
-    def forward(self, x_TD: torch.Tensor, cos_sin: CosSin, ctx: ForwardContext) -> torch.Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos_sin, ctx)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD), ctx)
+    def forward(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, cos_sin: CosSin, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream is x + residual, before and after; whoever reads it adds, so that the sum and a norm are one
+        launch. None: x alone."""
+        if residual_TD is None:
+            x_TD, residual_TD = self.input_layernorm(x_TD), x_TD
+        else:
+            x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD)
+        x_TD = self.self_attn(x_TD, cos_sin, ctx)
+        x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
+        return self.mlp(x_TD, ctx), residual_TD
 
 
 class Decoder(nn.Module):
@@ -39,9 +48,10 @@ class Decoder(nn.Module):
     def forward(self, ids_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         x_TD = self.embed_tokens(ids_T, ctx.lora)
         cos_sin = self.rotary(ctx.positions_T)
+        residual_TD = None
         for layer in self.layers:
-            x_TD = layer(x_TD, cos_sin, ctx)
-        return self.norm(x_TD)
+            x_TD, residual_TD = layer(x_TD, residual_TD, cos_sin, ctx)
+        return self.norm(x_TD) if residual_TD is None else self.norm.add(x_TD, residual_TD)[0]
 
 
 class CausalLM(nn.Module):

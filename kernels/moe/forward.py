@@ -52,8 +52,8 @@ def moe_lora_forward(
     w2: [E, D, I]. lora and batch: both or neither; tokens with slot −1 are base or padding. Returns [T, D].
 
     lora_op: `--no-lora-use-virtual-experts` names another than the default, which is then run as it is.
-    rank_capacity: the largest rank that may meet this call, for scratch; a CUDA graph whose replays see other adapters
-    must be given its bound. Default: the largest resident one.
+    rank_capacity: the largest rank that a token of this call may have, for scratch; a CUDA graph whose replays see
+    other adapters must be given its bound. Default: the largest resident one.
     """
     assert (lora is None) == (batch is None), "adapters and their batch description go together"
     assert w13_EFD.shape[1] == 2 * w2_EDI.shape[2], (w13_EFD.shape, w2_EDI.shape)
@@ -137,7 +137,5 @@ def _tiles(ids_TK: torch.Tensor, w13_EFD: torch.Tensor) -> tuple[TileConfig, Til
 
 def _capacity(lora: LoRAWeights, asked: int | None) -> int:
     """A power of two: few variants of the kernels."""
-    resident = int(lora.host_ranks.max(initial=1))
-    assert asked is None or asked >= resident, (asked, resident)
-    rank = resident if asked is None else asked
+    rank = int(lora.host_ranks.max(initial=1)) if asked is None else asked
     return max(16, 1 << (rank - 1).bit_length())

@@ -5,7 +5,7 @@ T tokens, K experts per token, M = T · K pairs sorted by expert, E experts, D h
 
 import torch
 
-from loraplex.kernels.elementwise import silu_mul
+from loraplex.kernels.elementwise import silu_mul_reference
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.experts import ExpertLoRAOp, virtual_experts_add_
 from loraplex.kernels.lora.weights import LoRAWeights
@@ -24,7 +24,7 @@ def moe_reference(
     out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
     for expert in range(w13_EFD.shape[0]):
         tokens, choices = (ids_TK == expert).nonzero(as_tuple=True)
-        y = silu_mul(x_TD[tokens] @ w13_EFD[expert].T) @ w2_EDI[expert].T
+        y = silu_mul_reference(x_TD[tokens] @ w13_EFD[expert].T) @ w2_EDI[expert].T
         out_TD.index_add_(0, tokens, y.float() * weights_TK[tokens, choices, None])
     return out_TD.to(x_TD.dtype)
 
@@ -49,7 +49,7 @@ def moe_lora_reference(
         gate_MI, up_MI = g_MF.chunk(2, dim=1)
         lora_op(gate_MI, x_MD, order.position_TK, ids_TK, lora, "gate", batch)
         lora_op(up_MI, x_MD, order.position_TK, ids_TK, lora, "up", batch)
-    h_MI = silu_mul(g_MF)
+    h_MI = silu_mul_reference(g_MF)
     y_MD = grouped_gemm(h_MI, w2_EDI, order.ends_E)
     if lora is not None and batch is not None:
         lora_op(y_MD, h_MI, order.position_TK, ids_TK, lora, "down", batch)

@@ -7,16 +7,46 @@ from dataclasses import dataclass
 
 import torch
 
+from loraplex.kernels.devices import dependent_launch, use_triton
 
-def route(logits_TE: torch.Tensor, top_k: int, *, norm: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over all experts in fp32, then the K largest; `norm` rescales those to sum 1.
 
-    Returns weights fp32 [T, K] and expert ids int64 [T, K].
-    """
-    probs_TE = torch.softmax(logits_TE.float(), dim=-1)
-    weights_TK, ids_TK = torch.topk(probs_TE, top_k, dim=-1)
+def route_reference(logits_TE: torch.Tensor, top_k: int, *, norm: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_TE = logits_TE.float()
+    ids_TK = torch.sort(logits_TE, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights_TK = torch.softmax(logits_TE, dim=-1).gather(-1, ids_TK)
     if norm:
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return weights_TK, ids_TK
+
+
+def route(logits_TE: torch.Tensor, top_k: int, *, norm: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over all experts in fp32, then the K largest, in descending order; `norm` rescales those to sum 1.
+
+    Equal logits: the lower expert first. Returns weights fp32 [T, K] and expert ids int64 [T, K], which are K different
+    experts whatever the logits hold; a NaN makes its token's weights NaN.
+    """
+    tokens, num_experts = logits_TE.shape
+    assert top_k <= num_experts, (top_k, num_experts)
+    if not use_triton(logits_TE) or tokens == 0:
+        return route_reference(logits_TE, top_k, norm=norm)
+    from loraplex.kernels.moe import _triton_routing as kernels
+
+    assert logits_TE.stride(1) == 1, "rows must be contiguous"
+    weights_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=logits_TE.device)
+    ids_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
+    kernels.route[(tokens,)](
+        logits_TE,
+        weights_TK,
+        ids_TK,
+        ROW=logits_TE.stride(0),
+        NUM_EXPERTS=num_experts,
+        TOP_K=top_k,
+        NORM=norm,
+        BLOCK_E=1 << (num_experts - 1).bit_length(),
+        BLOCK_K=1 << (top_k - 1).bit_length(),
+        num_warps=1,
+        **dependent_launch(logits_TE.device),
+    )
     return weights_TK, ids_TK
 
 

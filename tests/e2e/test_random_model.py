@@ -310,14 +310,17 @@ def bytes_of_two_ranks(model_dir: Path, folder: Path) -> int:
     return 4 * lay_out(read_adapter(folder, sites, max_rank=64), sites)[0].numel
 
 
-def test_two_ranks_serve_adapters(t1: Path, t1_oracle: Oracle, adapters: dict[str, Path]) -> None:
-    """In memory for two of the three: every rank evicts and restores alike."""
+@pytest.mark.parametrize("like_cuda", ["0", "1"])
+def test_two_ranks_serve_adapters(t1: Path, t1_oracle: Oracle, adapters: dict[str, Path], like_cuda: str) -> None:
+    """In memory for two of the three: every rank evicts and restores alike. Also with steps overlapped and in static
+    buffers, where the ranks keep page tables, and count missing buckets, by themselves."""
+    env = {"LORAPLEX_TEST_OVERLAP": like_cuda, "LORAPLEX_TEST_STATIC_STEPS": like_cuda}
     room = sum(bytes_of_two_ranks(t1, adapters[name]) for name in ("A1", "exp"))
     device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
     flags = ["--served-model-name", "t1", "--tp-size", "2", "--device", device]
     flags += ["--adapter-root", str(adapters["A1"].parent)]
     flags += ["--lora-memory", str(room)]
-    with serve(t1, *flags, "--lora-paths", f"A1={adapters['A1']}", f"exp={adapters['exp']}") as tp:
+    with serve(t1, *flags, "--lora-paths", f"A1={adapters['A1']}", f"exp={adapters['exp']}", env=env) as tp:
         for name in ("t1", "A1", "exp"):
             check_against(t1_oracle, ask(tp, name), IDS, adapters.get(name))
         load = {"lora_name": "late", "lora_path": str(adapters["A2"])}

@@ -76,7 +76,7 @@ def test_repeated_failures_end_the_engine(t1: Path, monkeypatch: pytest.MonkeyPa
     def broken(*_: object) -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(engine.loop.runner, "execute", broken)
+    monkeypatch.setattr(engine.loop.runner, "launch", broken)
     for _ in range(2):
         engine.submit([1])
         engine.turn()

@@ -108,8 +108,8 @@ def test_engine_sizes_its_kv_from_device_memory(t1: Path) -> None:
         t1, device="cuda", dtype="bfloat16", max_total_tokens=None, mem_fraction_static=0.5, lora_memory="auto"
     )
     table = dict(engine.loop.runner.memory_table)
-    arena = next(name for name in table if name.startswith("adapters"))
-    assert set(table) == {"weights", arena, "activations", "KV pool"}
+    arena, graphs = (next(name for name in table if name.startswith(word)) for word in ("adapters", "CUDA graphs"))
+    assert set(table) == {"weights", arena, "activations", "KV pool", graphs}
     left = 0.5 * torch.cuda.mem_get_info()[1] - table["weights"]
     assert 0.5 * left < 10 * table[arena] <= left
     assert engine.generate([[1, 2, 3]])[0]

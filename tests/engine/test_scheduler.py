@@ -32,6 +32,10 @@ def solo(request: Request, max_tokens: int) -> list[int]:
     return tokens[len(request.prompt_ids) :]
 
 
+def replace_prompt(request: Request, prompt: list[int]) -> Request:
+    return Request(id=request.id, prompt_ids=prompt, sampling=request.sampling)
+
+
 class Device:
     """KV memory of (token, adapter) cells."""
 
@@ -39,6 +43,8 @@ class Device:
         self.size = page_size
         self.kv: list[tuple[int, str] | None] = [None] * (pages * page_size)
         self.last: dict[int, int] = {}
+        self.pages: dict[int, list[int]] = {}
+        """Of each row, as the plans told them."""
 
     def run(self, batch) -> StepResult:
         plan = batch.plan()
@@ -46,7 +52,12 @@ class Device:
         result = StepResult([], [], [], [])
         at = 0
         for i, seq in enumerate(batch.seqs):
-            n, pages, row = plan.num_new[i], plan.pages[i], plan.rows[i]
+            n, row = plan.num_new[i], plan.rows[i]
+            known = self.pages.setdefault(row, [])
+            assert plan.first_page[i] <= len(known), "a page was never told"
+            known[plan.first_page[i] :] = plan.new_pages[i]
+            pages = known
+            assert pages == seq.pages
             adapter = seq.adapter.info.name if seq.adapter else ""
             assert (plan.slots[i] < 0) == (seq.adapter is None)
             if seq.adapter:
@@ -108,6 +119,9 @@ class Memory:
 
 
 class Bench:
+    overlap = False
+    """A batch is made and run before the one before it is committed."""
+
     def __init__(self, pages: int = 64, page_size: int = 4, adapters: int = 0, cache: bool = True, **limits) -> None:
         defaults = Limits(
             page_size=page_size, context_length=10_000, max_running=16, max_queued=None, chunk=16,
@@ -131,6 +145,7 @@ class Bench:
         self.device = Device(pages, page_size)
         self.outputs: dict[tuple[int, int], list[TokenOut]] = {}
         self.batches: list = []
+        self.in_flight: tuple | None = None
 
     def load(self, name: str, digest: str | None = None) -> None:
         info = AdapterInfo(
@@ -149,18 +164,28 @@ class Bench:
     def step(self) -> bool:
         batch = self.scheduler.next_batch()
         self.scheduler.check()
-        if batch is None:
-            return False
-        self.batches.append(batch)
-        assert len({s.adapter for s in batch.seqs if s.adapter}) <= self.scheduler.limits.adapter_slots
-        for out in self.scheduler.commit(batch, self.device.run(batch)):
-            self.outputs.setdefault((out.id, out.index), []).append(out)
+        launched = None
+        if batch is not None:
+            self.batches.append(batch)
+            assert len({s.adapter for s in batch.seqs if s.adapter}) <= self.scheduler.limits.adapter_slots
+            launched = batch, self.device.run(batch)
+        progress = launched is not None or self.in_flight is not None
+        self.commit()
+        self.in_flight = launched
+        if not self.overlap:
+            self.commit()
+        return progress
+
+    def commit(self) -> None:
+        if self.in_flight is not None:
+            for out in self.scheduler.commit(*self.in_flight):
+                self.outputs.setdefault((out.id, out.index), []).append(out)
+            self.in_flight = None
         self.scheduler.check()
-        return True
 
     def run(self, most: int = 5000) -> None:
         for _ in range(most):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and self.in_flight is None:
                 return self.idle()
             self.step()
         raise AssertionError("requests do not end")
@@ -173,6 +198,11 @@ class Bench:
 
     def tokens(self, id: int, index: int = 0) -> list[int]:
         return [t for out in self.outputs.get((id, index), []) for t in out.tokens]
+
+
+@pytest.fixture(params=[False, True], ids=["", "overlap"], autouse=True)
+def _overlap(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "overlap", request.param)
 
 
 @pytest.fixture(params=[1, 7, 16, 10**6], ids=lambda c: f"chunk{c}")
@@ -466,3 +496,41 @@ def test_failed_step_ends_its_requests_only() -> None:
     assert [(o.id, o.finish_reason) for o in outs] == [(1, "error")]
     bench.run()
     assert bench.outputs[2, 0][0].cached_tokens == 0, "pages of a failed step were reused"
+
+
+def test_pages_of_a_chunk_in_flight_have_no_name_yet() -> None:
+    """The chunk before it is committed while it runs; should it fail, its pages must not be found."""
+    bench = Bench(page_size=4, chunk=8)
+    prompt = list(range(1, 20))
+    bench.add(1, prompt, 2)
+    first = bench.scheduler.next_batch()
+    assert first is not None
+    result = bench.device.run(first)
+    second = bench.scheduler.next_batch()
+    assert second is not None
+    bench.scheduler.commit(first, result)
+    bench.scheduler.fail(second, ErrorInfo(status=500, message="x"))
+    bench.add(2, prompt, 2)
+    bench.run()
+    assert bench.outputs[2, 0][0].cached_tokens == 8
+
+
+def test_token_too_many_is_dropped_and_a_preempted_one_drawn_again() -> None:
+    probe = Request(id=0, prompt_ids=[3, 1], sampling=SamplingParams(max_tokens=9))
+    stop = solo(probe, 1)[0]
+    bench = Bench()
+    bench.add(1, [3, 1], 9, sampling={"stop_token_ids": (stop,)})
+    bench.add(2, [3, 2], 2)
+    first = bench.scheduler.next_batch()
+    assert first is not None
+    result = bench.device.run(first)
+    bench.scheduler._preempt(bench.scheduler.running[-1])
+    second = bench.scheduler.next_batch()
+    assert second is not None
+    assert second.num_new == [1, 2], "one row goes on, the preempted one begins again"
+    bench.in_flight = second, bench.device.run(second)
+    outs = bench.scheduler.commit(first, result)
+    assert [(o.id, o.tokens, o.finish_reason) for o in outs] == [(1, [stop], "stop")]
+    bench.run()
+    assert (1, 0) not in bench.outputs
+    assert bench.tokens(2) == solo(replace_prompt(probe, [3, 2]), 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.engine import ranks
-from loraplex.engine.config import CacheConfig, Config, LoRAConfig, ModelConfig, SchedulerConfig
+from loraplex.engine.config import CacheConfig, Config, GraphConfig, LoRAConfig, ModelConfig, SchedulerConfig
 from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import (
     Abort,
@@ -45,13 +45,14 @@ class TestEngine:
                 lora_paths=tuple(f"{n}={p}" for n, p in (adapters or {}).items()),
                 lora_memory=settings.pop("lora_memory", "64MiB"),
             ),
+            GraphConfig(),
         ]
         for i, group in enumerate(groups):
             own = {k: settings.pop(k) for k in list(settings) if k in group.__dataclass_fields__}
             groups[i] = replace(group, **own)
         assert not settings, f"unknown settings: {settings}"
-        model, cache, scheduler, lora = groups
-        self.config = Config(model=model, cache=cache, scheduler=scheduler, lora=lora)
+        model, cache, scheduler, lora, graphs = groups
+        self.config = Config(model=model, cache=cache, scheduler=scheduler, lora=lora, graphs=graphs)
         self.sent = Collector()
         self.loop = EngineLoop.start(self.config, ranks.Followers([]), "", self.sent)
         self._last_id = 0
@@ -88,7 +89,7 @@ class TestEngine:
     def run(self, most: int = 20_000) -> None:
         """Until every request has ended; then nothing may be held."""
         for _ in range(most):
-            if self.loop.inbox.empty() and not self.loop.scheduler.has_work:
+            if self.loop.inbox.empty() and self.loop.is_idle:
                 self.assert_idle()
                 return
             self.turn()
