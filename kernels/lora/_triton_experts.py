@@ -206,8 +206,11 @@ def _row_product(b, t_at, rank, n, N: tl.constexpr, BLOCK_R: tl.constexpr, DEPEN
 
 @triton.jit
 def _chunk_product(acc, b, t_at, live, rank, n, N: tl.constexpr, BLOCK_R: tl.constexpr, DEPENDENT: tl.constexpr):
-    """acc + t B; waits after the first tile of B is on its way."""
-    for r0 in range(0, rank, BLOCK_R):
+    """acc + t B; waits after the first tile of B is on its way.
+
+    One stage: a pipelined loop would read its first t before the wait.
+    """
+    for r0 in tl.range(0, rank, BLOCK_R, num_stages=1):
         r = r0 + tl.arange(0, BLOCK_R)
         w = tl.load(b + r[:, None] * N + n[None, :], mask=(r < rank)[:, None] & (n < N)[None, :], other=0.0)
         if DEPENDENT:
@@ -288,14 +291,14 @@ def activate_chunks(
     BLOCK_R: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The same for chunks, those of base pairs included."""
+    """The same for chunks, those of base pairs included. A program takes several tiles of columns: what it looks up
+    first, four loads that wait for each other, costs as long as a tile."""
     expert, row, start, count = _chunk(chunk_key, chunk_start, chunk_count, num_chunks, slot_row, NUM_SLOTS)
     if expert < 0:
         if DEPENDENT:
             gdc_wait()
             gdc_launch_dependents()
         return
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     live = m < count
     rank_gate = 0
@@ -308,19 +311,24 @@ def activate_chunks(
         b_gate = _matrix(arena, places, row, 0, expert, 1, PLACES_STRIDE)
         b_up = _matrix(arena, places, row, 1, expert, 1, PLACES_STRIDE)
     place = start + m
-    mask = live[:, None] & (n < INNER)[None, :]
     t_at = t + place[:, None].to(tl.int64) * (2 * RANK_CAP)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    gate = _chunk_product(acc, b_gate, t_at, live, rank_gate, n, INNER, BLOCK_R, DEPENDENT)
-    up = _chunk_product(acc, b_up, t_at + RANK_CAP, live, rank_up, n, INNER, BLOCK_R, DEPENDENT)
+    for n0 in range(tl.program_id(1) * BLOCK_N, INNER, tl.num_programs(1) * BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        mask = live[:, None] & (n < INNER)[None, :]
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        gate = _chunk_product(acc, b_gate, t_at, live, rank_gate, n, INNER, BLOCK_R, DEPENDENT)
+        up = _chunk_product(acc, b_up, t_at + RANK_CAP, live, rank_up, n, INNER, BLOCK_R, DEPENDENT)
+        if DEPENDENT:
+            gdc_wait()
+            gdc_launch_dependents()
+        g_at = g + place[:, None].to(tl.int64) * (2 * INNER) + n[None, :]
+        gate += tl.load(g_at, mask=mask, other=0.0)
+        up += tl.load(g_at + INNER, mask=mask, other=0.0)
+        h_at = h + place[:, None].to(tl.int64) * INNER + n[None, :]
+        tl.store(h_at, (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty), mask=mask)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
-    g_at = g + place[:, None].to(tl.int64) * (2 * INNER) + n[None, :]
-    gate += tl.load(g_at, mask=mask, other=0.0)
-    up += tl.load(g_at + INNER, mask=mask, other=0.0)
-    h_at = h + place[:, None].to(tl.int64) * INNER + n[None, :]
-    tl.store(h_at, (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -388,18 +396,19 @@ def expand_chunks(
             gdc_wait()
             gdc_launch_dependents()
         return
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     live = m < count
     rank = tl.load(ranks + row * RANKS_STRIDE + 2)
     b = _matrix(arena, places, row, 2, expert, 1, PLACES_STRIDE)
     t_at = t + (start + m)[:, None].to(tl.int64) * RANK_CAP
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    acc = _chunk_product(acc, b, t_at, live, rank, n, N, BLOCK_R, DEPENDENT)
+    pair = tl.load(order + start + m, mask=live, other=0).to(tl.int64)
+    if rank > 0:
+        for n0 in range(tl.program_id(1) * BLOCK_N, N, tl.num_programs(1) * BLOCK_N):
+            n = n0 + tl.arange(0, BLOCK_N)
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            acc = _chunk_product(acc, b, t_at, live, rank, n, N, BLOCK_R, DEPENDENT)
+            mask = live[:, None] & (n < N)[None, :]
+            tl.store(delta + pair[:, None] * N + n[None, :], acc.to(delta.dtype.element_ty), mask=mask)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
-    if rank > 0:
-        pair = tl.load(order + start + m, mask=live, other=0).to(tl.int64)
-        mask = live[:, None] & (n < N)[None, :]
-        tl.store(delta + pair[:, None] * N + n[None, :], acc.to(delta.dtype.element_ty), mask=mask)

@@ -65,7 +65,7 @@ def expand_activate(g_PF: torch.Tensor, t: torch.Tensor, step: AdapterStep, dtyp
         return h_PI
     tile = tiles.ACTIVATE_CHUNKS
     assert tile.block_m == chunks.rows, (tile, chunks.rows)
-    kernels.activate_chunks[(chunks.key.shape[0], -(-inner // tile.block_n))](
+    kernels.activate_chunks[(chunks.key.shape[0], tiles.CHUNK_PROGRAMS)](
         g_PF, t, h_PI, lora.arena, lora.places, lora.ranks, batch.slot_row, *_tables(chunks), INNER=inner,
         NUM_SLOTS=batch.slot_row.shape[0], **_table_shape(step), BLOCK_M=chunks.rows, BLOCK_N=tile.block_n,
         BLOCK_R=tile.block_r, **_launch(g_PF, tile),
@@ -88,7 +88,7 @@ def expand_down(t: torch.Tensor, width: int, step: AdapterStep) -> torch.Tensor:
         )  # fmt: skip
         return delta
     tile = tiles.EXPAND_CHUNKS
-    kernels.expand_chunks[(chunks.key.shape[0], -(-width // tile.block_n))](
+    kernels.expand_chunks[(chunks.key.shape[0], tiles.CHUNK_PROGRAMS)](
         t, delta, lora.arena, lora.places, lora.ranks, batch.slot_row, order.order_P, *_tables(chunks), N=width,
         NUM_SLOTS=batch.slot_row.shape[0], **_table_shape(step), BLOCK_M=chunks.rows, BLOCK_N=tile.block_n,
         BLOCK_R=tile.block_r, **_launch(t, tile),

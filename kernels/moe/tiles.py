@@ -84,6 +84,8 @@ def parts_together(rows: int) -> bool:
     return rows != DECODE_CHUNK_ROWS
 
 
+CHUNK_PROGRAMS = 2
+"""Programs that share a chunk's columns in the expands."""
 ACTIVATE_ROWS = TileConfig(block_n=128, block_r=16, num_warps=1)
 ACTIVATE_CHUNKS = TileConfig(block_m=DECODE_CHUNK_ROWS, block_n=128, block_r=16, num_warps=4)
 EXPAND_CHUNKS = TileConfig(block_m=DECODE_CHUNK_ROWS, block_n=512, block_r=16, num_warps=4)
