@@ -205,17 +205,11 @@ def _row_product(b, t_at, rank, n, N: tl.constexpr, BLOCK_R: tl.constexpr, DEPEN
 
 
 @triton.jit
-def _chunk_product(acc, b, t_at, live, rank, n, N: tl.constexpr, BLOCK_R: tl.constexpr, DEPENDENT: tl.constexpr):
-    """acc + t B; waits after the first tile of B is on its way.
-
-    One stage: a pipelined loop would read its first t before the wait.
-    """
-    for r0 in tl.range(0, rank, BLOCK_R, num_stages=1):
+def _chunk_product(acc, b, t_at, live, rank, n, N: tl.constexpr, BLOCK_R: tl.constexpr):
+    """acc + t B. The caller has waited for t: the loop is pipelined and reads it ahead of everything in its body."""
+    for r0 in range(0, rank, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
         w = tl.load(b + r[:, None] * N + n[None, :], mask=(r < rank)[:, None] & (n < N)[None, :], other=0.0)
-        if DEPENDENT:
-            gdc_wait()
-            gdc_launch_dependents()
         z = tl.load(t_at + r[None, :], mask=live[:, None], other=0.0)  # t is wide enough for whole tiles
         z = tl.where((r < rank)[None, :], z, 0.0)
         acc = tl.dot(z, w, acc, input_precision="ieee")
@@ -312,23 +306,19 @@ def activate_chunks(
         b_up = _matrix(arena, places, row, 1, expert, 1, PLACES_STRIDE)
     place = start + m
     t_at = t + place[:, None].to(tl.int64) * (2 * RANK_CAP)
-    for n0 in range(tl.program_id(1) * BLOCK_N, INNER, tl.num_programs(1) * BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        mask = live[:, None] & (n < INNER)[None, :]
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        gate = _chunk_product(acc, b_gate, t_at, live, rank_gate, n, INNER, BLOCK_R, DEPENDENT)
-        up = _chunk_product(acc, b_up, t_at + RANK_CAP, live, rank_up, n, INNER, BLOCK_R, DEPENDENT)
-        if DEPENDENT:
-            gdc_wait()
-            gdc_launch_dependents()
-        g_at = g + place[:, None].to(tl.int64) * (2 * INNER) + n[None, :]
-        gate += tl.load(g_at, mask=mask, other=0.0)
-        up += tl.load(g_at + INNER, mask=mask, other=0.0)
-        h_at = h + place[:, None].to(tl.int64) * INNER + n[None, :]
-        tl.store(h_at, (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty), mask=mask)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
+    for n0 in range(tl.program_id(1) * BLOCK_N, INNER, tl.num_programs(1) * BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        mask = live[:, None] & (n < INNER)[None, :]
+        g_at = g + place[:, None].to(tl.int64) * (2 * INNER) + n[None, :]
+        gate = tl.load(g_at, mask=mask, other=0.0)
+        up = tl.load(g_at + INNER, mask=mask, other=0.0)
+        gate = _chunk_product(gate, b_gate, t_at, live, rank_gate, n, INNER, BLOCK_R)
+        up = _chunk_product(up, b_up, t_at + RANK_CAP, live, rank_up, n, INNER, BLOCK_R)
+        h_at = h + place[:, None].to(tl.int64) * INNER + n[None, :]
+        tl.store(h_at, (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -402,13 +392,12 @@ def expand_chunks(
     b = _matrix(arena, places, row, 2, expert, 1, PLACES_STRIDE)
     t_at = t + (start + m)[:, None].to(tl.int64) * RANK_CAP
     pair = tl.load(order + start + m, mask=live, other=0).to(tl.int64)
-    if rank > 0:
-        for n0 in range(tl.program_id(1) * BLOCK_N, N, tl.num_programs(1) * BLOCK_N):
-            n = n0 + tl.arange(0, BLOCK_N)
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            acc = _chunk_product(acc, b, t_at, live, rank, n, N, BLOCK_R, DEPENDENT)
-            mask = live[:, None] & (n < N)[None, :]
-            tl.store(delta + pair[:, None] * N + n[None, :], acc.to(delta.dtype.element_ty), mask=mask)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
+    if rank > 0:
+        for n0 in range(tl.program_id(1) * BLOCK_N, N, tl.num_programs(1) * BLOCK_N):
+            n = n0 + tl.arange(0, BLOCK_N)
+            acc = _chunk_product(tl.zeros([BLOCK_M, BLOCK_N], tl.float32), b, t_at, live, rank, n, N, BLOCK_R)
+            mask = live[:, None] & (n < N)[None, :]
+            tl.store(delta + pair[:, None] * N + n[None, :], acc.to(delta.dtype.element_ty), mask=mask)

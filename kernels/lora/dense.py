@@ -163,6 +163,10 @@ def _segments_shrink_tile(tokens: int, parts: int, segments: int, width: int, ba
     block_k = min(128, max(16, _power_of_two(width)))
     most = min(64, _power_of_two(parts * batch.max_rank_in_batch)) if tokens > 256 else 16
     block_r = max(16, most)
+    if tokens <= 256:
+        return TileConfig(
+            block_r=block_r, block_k=block_k, split_k=4 if width >= 16 * block_k else 1, num_warps=2, num_stages=3
+        )
     programs = segments * -(-parts * min(batch.max_rank_in_batch, TYPICAL_RANK) // block_r)
     split_k = 1
     while split_k < 4 and programs * split_k < WANTED_PROGRAMS and width >= 4 * split_k * block_k:
@@ -173,7 +177,7 @@ def _segments_shrink_tile(tokens: int, parts: int, segments: int, width: int, ba
 def _segments_expand_tile(tokens: int, block_m: int, batch: LoRABatchInfo) -> TileConfig:
     block_r = 16 if batch.max_rank_in_batch <= 16 else 32
     if tokens > 256:
-        return TileConfig(block_n=128, block_r=block_r, num_warps=2 if block_m <= 32 else 4)
+        return TileConfig(block_n=128, block_r=block_r, num_warps=4)
     return TileConfig(block_n=256, block_r=block_r, num_warps=4)
 
 

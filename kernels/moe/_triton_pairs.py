@@ -3,7 +3,7 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -82,7 +82,10 @@ def count_keys(
     TOP_K: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    if DEPENDENT:
+        gdc_launch_dependents()
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = pair < num_pairs
     key = pair_key(ids, token_slot, pair, mask, NUM_EXPERTS, NUM_SLOTS, TOP_K)
@@ -90,8 +93,19 @@ def count_keys(
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def scan_blocks(counts, totals, num_blocks, KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+def scan_blocks(
+    counts,
+    totals,
+    num_blocks,
+    KEYS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """counts[b, key] becomes the number of pairs with this key in the blocks before b."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     key = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
     total = tl.zeros([BLOCK_KEYS], tl.int32)
     for b0 in range(0, num_blocks, BLOCK_ROWS):
@@ -114,8 +128,12 @@ def scan_keys(
     NUM_SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """First place and first chunk of each key; the places of the experts' first keys."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     key = tl.arange(0, KEYS)
     total = tl.load(totals + key)
     start = tl.cumsum(total, 0) - total
@@ -149,8 +167,12 @@ def scatter_pairs(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """A pair's place: its key's first place, plus the same key in earlier blocks, plus earlier in this block."""
+    """A pair's place: its key's first place, plus the same key in earlier blocks, plus earlier in this block.
+
+    The last is counted beside the scans: ids and slots are older than they.
+    """
     first = tl.program_id(0) * BLOCK
     i = first + tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     mask = i < num_pairs
@@ -160,7 +182,11 @@ def scatter_pairs(
         j = j0 + tl.arange(0, BLOCK_I)
         key_j = pair_key(ids, token_slot, j, j < num_pairs, NUM_EXPERTS, NUM_SLOTS, TOP_K)
         before += ((key_j[None, :] == key[:, None]) & (j[None, :] < i[:, None])).to(tl.int32)
-    rank = tl.load(counts + tl.program_id(0) * KEYS + key, mask=mask, other=0) + tl.sum(before, 1)
+    within = tl.sum(before, 1)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    rank = tl.load(counts + tl.program_id(0) * KEYS + key, mask=mask, other=0) + within
     place = tl.load(key_start + key, mask=mask, other=0) + rank
     tl.store(order + place, i, mask=mask)
     tl.store(position + i, place, mask=mask)

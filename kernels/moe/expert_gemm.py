@@ -150,7 +150,7 @@ def _launch(
         PLACES_STRIDE=lora.places.stride(0) if lora else 0,
         RANKS_STRIDE=lora.ranks.stride(0) if lora else 0,
         SLOTS_POW2=1 << (batch.slot_row.shape[0] - 1).bit_length() if batch else 1,
-        WINDOW=rank_window(fused.capacity) if fused else 0,
+        WINDOW=rank_window(fused.capacity, num_pairs) if fused else 0,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,

@@ -184,9 +184,13 @@ def _count_sort(
     counts = torch.empty(num_blocks, padded_keys, dtype=torch.int32, device=ids_TK.device)
     totals, key_start, key_chunk = torch.empty(3, padded_keys, dtype=torch.int32, device=ids_TK.device)
     shape = {"NUM_EXPERTS": num_experts, "NUM_SLOTS": num_slots, "TOP_K": ids_TK.shape[1]}
-    kernels.count_keys[(num_blocks,)](ids_TK, token_slot, pairs, counts, **shape, KEYS=padded_keys, BLOCK=block)
+    dependent = has_dependent_launch(ids_TK)
+    early = {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
+    kernels.count_keys[(num_blocks,)](
+        ids_TK, token_slot, pairs, counts, **shape, KEYS=padded_keys, BLOCK=block, DEPENDENT=dependent
+    )
     kernels.scan_blocks[(padded_keys // 32,)](
-        counts, totals, num_blocks, KEYS=padded_keys, BLOCK_KEYS=32, BLOCK_ROWS=128
+        counts, totals, num_blocks, KEYS=padded_keys, BLOCK_KEYS=32, BLOCK_ROWS=128, **early
     )
     kernels.scan_keys[(1,)](
         totals,
@@ -199,6 +203,7 @@ def _count_sort(
         KEYS=padded_keys,
         ROWS=chunks.rows if chunks else 0,
         num_warps=8,
+        **early,
     )
     kernels.scatter_pairs[(num_blocks, block // 64)](
         ids_TK,
@@ -218,5 +223,6 @@ def _count_sort(
         ROWS=chunks.rows if chunks else 0,
         BLOCK=block,
         BLOCK_I=64,
+        **early,
     )
     return out
