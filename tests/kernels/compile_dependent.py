@@ -2,7 +2,8 @@
 launch whether its code starts an asynchronous copy before it waits for its predecessor.
 
 A loop that Triton pipelines reads its first tiles ahead of everything in its body, a `gdc_wait` there included: data of
-the predecessor would be read before they are written, which no run with unchanged inputs can show.
+the predecessor would be read before they are written, which no run with unchanged inputs can show. Triton 3.6 does so;
+3.9 was not seen to.
 """
 
 import dataclasses
