@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from loraplex.kernels.attention.plan import AttentionPlan
-from loraplex.kernels.attention.reference import FP8, Masking, paged_attention_reference, store_kv_reference
+from loraplex.kernels.attention.reference import Masking, paged_attention_reference
 from loraplex.kernels.attention.tiles import (
     FEW_SPLITS,
     MAX_SPLITS,
@@ -24,54 +24,6 @@ from loraplex.kernels.devices import dependent_launch, use_triton
 
 LOG2_E = math.log2(math.e)
 MAX_HEAD_DIM = 256
-
-
-def store_kv(
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    plan: AttentionPlan,
-    *,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
-    """cache[slot_mapping[t]] = k[t] / k_scale, v[t] / v_scale, rounded to the cache's dtype; slots of −1 are skipped.
-
-    Caches: [slots, H_kv, D], contiguous, written in place; slots ≥ 0 are all different.
-    """
-    tokens, heads, dim = k_THD.shape
-    assert k_THD.shape == v_THD.shape, (k_THD.shape, v_THD.shape)
-    assert tokens == len(plan.slot_mapping_T), (k_THD.shape, plan.slot_mapping_T.shape)
-    assert k_cache.shape[1:] == v_cache.shape[1:] == (heads, dim), (k_cache.shape, v_cache.shape, k_THD.shape)
-    assert k_cache.is_contiguous()
-    assert v_cache.is_contiguous()
-    if not _uses_triton(k_THD, plan):
-        store_kv_reference(k_THD, v_THD, k_cache, v_cache, plan.slot_mapping_T, k_scale, v_scale)
-        return
-    from loraplex.kernels.attention._triton_store import store
-
-    assert k_THD.stride(2) == v_THD.stride(2) == 1, (k_THD.stride(), v_THD.stride())
-    store[(tokens,)](
-        k_THD,
-        v_THD,
-        k_cache,
-        v_cache,
-        plan.slot_mapping_T,
-        1 / k_scale,
-        1 / v_scale,
-        K_TOKEN=k_THD.stride(0),
-        K_HEAD=k_THD.stride(1),
-        V_TOKEN=v_THD.stride(0),
-        V_HEAD=v_THD.stride(1),
-        HEADS=heads,
-        HEADS_POW2=power_of_two(heads),
-        D=dim,
-        D_POW2=power_of_two(dim),
-        FP8=k_cache.dtype == FP8,
-        num_warps=2,
-        **dependent_launch(k_THD.device),
-    )
 
 
 def paged_attention(
