@@ -45,31 +45,31 @@ def _join(
     D: tl.constexpr,
     D_POW2: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """out [GROUP, D] = Σ 2^lse · partial / Σ 2^lse over the programs of a row, in their order; the results of GROUP
     heads start at `part`, one head every num_programs(2).
 
-    Other multiprocessors wrote these values: they are read from L2. AHEAD loads are in flight at a time.
+    Other multiprocessors wrote these values: they are read from L2, those of AHEAD programs at a time.
     """
     h = tl.arange(0, GROUP_POW2)
-    live_h = h < GROUP
-    part += h * tl.num_programs(2)
-    AHEAD: tl.constexpr = 4
     d = tl.arange(0, D_POW2)
     s = tl.arange(0, MAX_SPLITS)
+    live_h = h < GROUP
+    part += h * tl.num_programs(2)
     known = live_h[:, None] & (s < at_work)[None, :]
     logs = tl.load(lse + part[:, None] + s[None, :], mask=known, other=-1.0e30, cache_modifier=".cg")
     most = tl.max(logs, 1)
     total = tl.sum(tl.exp2(logs - most[:, None]), 1)
     acc = tl.zeros([GROUP_POW2, D_POW2], tl.float32)
     for s0 in range(0, at_work, AHEAD):
-        for i in tl.static_range(AHEAD):
-            of = part + s0 + i
-            live = live_h & (h * 0 + s0 + i < at_work)
-            log = tl.load(lse + of, mask=live, other=-1.0e30, cache_modifier=".cg")
-            at = partial + of[:, None] * D + d[None, :]
-            values = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg")
-            acc += values * tl.exp2(log - most)[:, None]
+        some = s0 + tl.arange(0, AHEAD)
+        of = part[None, :] + some[:, None]
+        live = live_h[None, :] & (some < at_work)[:, None]
+        at = partial + of[:, :, None] * D + d[None, None, :]
+        values = tl.load(at, mask=live[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg")
+        log = tl.load(lse + of, mask=live, other=-1.0e30, cache_modifier=".cg")
+        acc += tl.sum(values * tl.exp2(log - most[None, :])[:, :, None], 0)
     result = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + h[:, None] * D + d[None, :], result, mask=live_h[:, None] & (d < D)[None, :])
 
@@ -109,6 +109,7 @@ def decode(
     MIXED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid: key/value heads, rows, splits. What several programs do of a row goes through fp32 partial results [B,
@@ -164,5 +165,5 @@ def decode(
             tl.debug_barrier()
             all_parts = (row.to(tl.int64) * HEADS + kv_head * GROUP) * splits
             heads_out = out + (token * HEADS + kv_head * GROUP) * D
-            _join(partial, lse, heads_out, all_parts, at_work, GROUP, JOINED_POW2, D, D_POW2, MAX_SPLITS)
+            _join(partial, lse, heads_out, all_parts, at_work, GROUP, JOINED_POW2, D, D_POW2, MAX_SPLITS, AHEAD)
             tl.store(arrival, 0)

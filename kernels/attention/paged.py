@@ -105,6 +105,9 @@ def _decode(
     assert tile.min_share % tile.block_n == 0, tile
     assert tile.splits <= MAX_SPLITS, tile
     assert plan.arrivals.numel() >= rows * kv_heads, (plan.arrivals.shape, rows, kv_heads)
+    group_pow2, dim_pow2 = power_of_two(group), max(16, power_of_two(dim))
+    # More registers than the loop over keys and values needs would halve the programs of a multiprocessor.
+    ahead = max(1, min(MAX_SPLITS, 2048 * k_cache.element_size() // (group_pow2 * dim_pow2)))
     split = tile.splits > 1
     partial = q_THD.new_empty((rows, heads, tile.splits, dim) if split else 1, dtype=torch.float32)
     lse = q_THD.new_empty((rows, heads, tile.splits) if split else 1, dtype=torch.float32)
@@ -127,13 +130,14 @@ def _decode(
         **_layout(q_THD, k_cache, v_cache, plan, masking),
         HEADS=heads,
         D=dim,
-        D_POW2=max(16, power_of_two(dim)),
+        D_POW2=dim_pow2,
         WINDOW=masking.window or 0,
         MIXED=not plan.is_decode,
         BLOCK_N=tile.block_n,
-        GROUP_POW2=max(16, power_of_two(group)),
-        JOINED_POW2=power_of_two(group),
+        GROUP_POW2=max(16, group_pow2),
+        JOINED_POW2=group_pow2,
         MAX_SPLITS=MAX_SPLITS,
+        AHEAD=ahead,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **dependent_launch(q_THD.device),
