@@ -32,6 +32,15 @@ def weigh(x, scale, weight, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def keep(at, x, inverse_scale, mask, FP8: tl.constexpr):
+    """Stores x · inverse_scale in the type of its place; e4m3 has no infinity, larger values saturate."""
+    x = x.to(tl.float32) * inverse_scale
+    if FP8:
+        x = tl.clamp(x, -448.0, 448.0)
+    tl.store(at, x.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def turn_heads(
     source,
     dest,
@@ -43,15 +52,17 @@ def turn_heads(
     w_low,
     w_high,
     w_rest,
+    inverse_scale,
     HAS_NORM: tl.constexpr,
     EPS: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """dest[head] = source[head], normed and rotated, for a block of heads; both lie DIM apart."""
-    DTYPE: tl.constexpr = dest.dtype.element_ty
+    """dest[head] = source[head], normed and rotated, times inverse_scale, for a block of heads; both lie DIM apart."""
+    DTYPE: tl.constexpr = source.dtype.element_ty
     r = tl.arange(0, BLOCK_R)
     at = heads[:, None] * DIM + r[None, :]
     mask = (heads < NUM_HEADS)[:, None] & (r < HALF)[None, :]
@@ -73,10 +84,10 @@ def turn_heads(
         high = weigh(high, scale, w_high, DTYPE)
         if BLOCK_REST > 0:
             rest = weigh(rest, scale, w_rest, DTYPE)
-    tl.store(dest + at, (low * c - high * s).to(DTYPE), mask=mask)
-    tl.store(dest + HALF + at, (high * c + low * s).to(DTYPE), mask=mask)
+    keep(dest + at, (low * c - high * s).to(DTYPE), inverse_scale, mask, FP8)
+    keep(dest + HALF + at, (high * c + low * s).to(DTYPE), inverse_scale, mask, FP8)
     if BLOCK_REST > 0:
-        tl.store(dest + at_rest, rest.to(DTYPE), mask=mask_rest)
+        keep(dest + at_rest, rest.to(DTYPE), inverse_scale, mask_rest, FP8)
 
 
 @triton.jit
@@ -90,6 +101,8 @@ def norm_rotate_store(
     slot_mapping,
     q_weight,
     k_weight,
+    inverse_k_scale,
+    inverse_v_scale,
     EPS: tl.constexpr,
     QKV_ROW: tl.constexpr,
     CACHE_ROW: tl.constexpr,
@@ -101,6 +114,7 @@ def norm_rotate_store(
     BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid: tokens; blocks of q heads, then of k heads, then of v heads."""
@@ -117,8 +131,8 @@ def norm_rotate_store(
             gdc_launch_dependents()
         out = q_out + token * Q_HEADS * DIM
         turn_heads(
-            row, out, heads, Q_HEADS, cos, sin, token, w_low, w_high, w_rest, q_weight is not None,
-            EPS, DIM, HALF, BLOCK_R, BLOCK_REST,
+            row, out, heads, Q_HEADS, cos, sin, token, w_low, w_high, w_rest, 1.0, q_weight is not None,
+            EPS, DIM, HALF, BLOCK_R, BLOCK_REST, False,
         )  # fmt: skip
     elif block < Q_BLOCKS + KV_BLOCKS:
         heads = (block - Q_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -130,7 +144,7 @@ def norm_rotate_store(
         if slot >= 0:
             turn_heads(
                 row + Q_HEADS * DIM, k_cache + slot * CACHE_ROW, heads, KV_HEADS, cos, sin, token,
-                w_low, w_high, w_rest, k_weight is not None, EPS, DIM, HALF, BLOCK_R, BLOCK_REST,
+                w_low, w_high, w_rest, inverse_k_scale, k_weight is not None, EPS, DIM, HALF, BLOCK_R, BLOCK_REST, FP8,
             )  # fmt: skip
     else:
         first = (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_H * DIM
@@ -142,4 +156,4 @@ def norm_rotate_store(
         if slot >= 0:
             inside = (n < KV_HEADS * DIM) & (n < first + BLOCK_H * DIM)
             v = tl.load(row + (Q_HEADS + KV_HEADS) * DIM + n, mask=inside, other=0.0)
-            tl.store(v_cache + slot * CACHE_ROW + n, v, mask=inside)
+            keep(v_cache + slot * CACHE_ROW + n, v, inverse_v_scale, inside, FP8)

@@ -3,7 +3,7 @@ attention, in one launch. R rotated pairs per head."""
 
 import torch
 
-from loraplex.kernels.attention.reference import store_kv_reference
+from loraplex.kernels.attention.reference import FP8, store_kv_reference
 from loraplex.kernels.devices import dependent_launch, use_triton
 from loraplex.kernels.elementwise import rms_norm_reference
 
@@ -58,6 +58,8 @@ def norm_rotate_store_reference(
     q_weight_D: torch.Tensor | None,
     k_weight_D: torch.Tensor | None,
     eps: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     num_kv_heads, dim = k_cache.shape[1:]
     heads_THD = qkv_TN.unflatten(1, (-1, dim))
@@ -65,8 +67,7 @@ def norm_rotate_store_reference(
     if q_weight_D is not None and k_weight_D is not None:
         q_THD, k_THD = rms_norm_reference(q_THD, q_weight_D, eps), rms_norm_reference(k_THD, k_weight_D, eps)
     k_THD = rotate(k_THD, cos_TR, sin_TR)
-    kept = slot_mapping_T >= 0
-    store_kv_reference(k_THD[kept], v_THD[kept], k_cache, v_cache, slot_mapping_T[kept].long())
+    store_kv_reference(k_THD, v_THD, k_cache, v_cache, slot_mapping_T.long(), k_scale, v_scale)
     return rotate(q_THD, cos_TR, sin_TR)
 
 
@@ -81,22 +82,25 @@ def norm_rotate_store(
     q_weight_D: torch.Tensor | None = None,
     k_weight_D: torch.Tensor | None = None,
     eps: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """Norms q and k head by head (when weights are given), rotates both, stores k and v. Returns q, [T, H, D].
 
-    qkv: [T, (H + 2 H_kv) · D], q heads first, rows contiguous. Caches: [slots, H_kv, D] of qkv's dtype, heads and their
-    elements contiguous; cache[slot_mapping[t]] of token t is written, none for a slot of −1 (padding). cos and sin as
-    `rope_angles` gives them; a norm rounds before its weight and after it, the rotation once, as the references do.
+    qkv: [T, (H + 2 H_kv) · D], q heads first, rows contiguous. Caches: [slots, H_kv, D] of one dtype, heads and
+    elements contiguous; cache[slot_mapping[t]] = k / k_scale, v / v_scale of token t, rounded to the cache's dtype
+    (e4m3 saturates), none for a slot of −1 (padding). cos and sin as `rope_angles` gives them; a norm rounds to qkv's
+    dtype before its weight and after it, the rotation once, as the references do.
     """
     num_kv_heads, dim = k_cache.shape[1:]
     num_heads = qkv_TN.shape[1] // dim - 2 * num_kv_heads
     assert num_heads > 0, (qkv_TN.shape, k_cache.shape)
     assert qkv_TN.shape[1] == (num_heads + 2 * num_kv_heads) * dim, (qkv_TN.shape, k_cache.shape)
-    assert k_cache.dtype == v_cache.dtype == qkv_TN.dtype, (k_cache.dtype, v_cache.dtype, qkv_TN.dtype)
+    assert k_cache.dtype == v_cache.dtype, (k_cache.dtype, v_cache.dtype)
     assert (q_weight_D is None) == (k_weight_D is None), "q and k are normed alike"
     if not use_triton(qkv_TN):
         return norm_rotate_store_reference(
-            qkv_TN, cos_TR, sin_TR, k_cache, v_cache, slot_mapping_T, q_weight_D, k_weight_D, eps
+            qkv_TN, cos_TR, sin_TR, k_cache, v_cache, slot_mapping_T, q_weight_D, k_weight_D, eps, k_scale, v_scale
         )
     from loraplex.kernels import _triton_rotary as kernels
 
@@ -117,6 +121,8 @@ def norm_rotate_store(
         slot_mapping_T,
         q_weight_D,
         k_weight_D,
+        1 / k_scale,
+        1 / v_scale,
         EPS=eps,
         QKV_ROW=qkv_TN.stride(0),
         CACHE_ROW=k_cache.stride(0),
@@ -128,6 +134,7 @@ def norm_rotate_store(
         BLOCK_R=1 << (half - 1).bit_length(),
         BLOCK_REST=1 << (dim - 2 * half - 1).bit_length() if dim > 2 * half else 0,
         BLOCK_D=1 << (dim - 1).bit_length(),
+        FP8=k_cache.dtype == FP8,
         num_warps=1 if tokens <= 64 else 2,
         **dependent_launch(qkv_TN.device),
     )

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from loraplex.kernels.attention.plan import AttentionPlan
-from loraplex.kernels.attention.reference import FP8, Masking, paged_attention_reference, store_kv_reference
+from loraplex.kernels.attention.reference import Masking, paged_attention_reference
 from loraplex.kernels.attention.tiles import (
-    FEW_SPLITS,
     MAX_SPLITS,
     DecodeTile,
     PrefillTile,
@@ -24,54 +23,6 @@ from loraplex.kernels.devices import dependent_launch, use_triton
 
 LOG2_E = math.log2(math.e)
 MAX_HEAD_DIM = 256
-
-
-def store_kv(
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    plan: AttentionPlan,
-    *,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
-    """cache[slot_mapping[t]] = k[t] / k_scale, v[t] / v_scale, rounded to the cache's dtype; slots of −1 are skipped.
-
-    Caches: [slots, H_kv, D], contiguous, written in place; slots ≥ 0 are all different.
-    """
-    tokens, heads, dim = k_THD.shape
-    assert k_THD.shape == v_THD.shape, (k_THD.shape, v_THD.shape)
-    assert tokens == len(plan.slot_mapping_T), (k_THD.shape, plan.slot_mapping_T.shape)
-    assert k_cache.shape[1:] == v_cache.shape[1:] == (heads, dim), (k_cache.shape, v_cache.shape, k_THD.shape)
-    assert k_cache.is_contiguous()
-    assert v_cache.is_contiguous()
-    if not _uses_triton(k_THD, plan):
-        store_kv_reference(k_THD, v_THD, k_cache, v_cache, plan.slot_mapping_T, k_scale, v_scale)
-        return
-    from loraplex.kernels.attention._triton_store import store
-
-    assert k_THD.stride(2) == v_THD.stride(2) == 1, (k_THD.stride(), v_THD.stride())
-    store[(tokens,)](
-        k_THD,
-        v_THD,
-        k_cache,
-        v_cache,
-        plan.slot_mapping_T,
-        1 / k_scale,
-        1 / v_scale,
-        K_TOKEN=k_THD.stride(0),
-        K_HEAD=k_THD.stride(1),
-        V_TOKEN=v_THD.stride(0),
-        V_HEAD=v_THD.stride(1),
-        HEADS=heads,
-        HEADS_POW2=power_of_two(heads),
-        D=dim,
-        D_POW2=power_of_two(dim),
-        FP8=k_cache.dtype == FP8,
-        num_warps=2,
-        **dependent_launch(k_THD.device),
-    )
 
 
 def paged_attention(
@@ -146,22 +97,17 @@ def _decode(
     tile: DecodeTile | None,
 ) -> None:
     """Rows of one new token: all in a decode step, those that the device finds in a mixed one."""
-    from loraplex.kernels.attention._triton_decode import decode, join
+    from loraplex.kernels.attention._triton_decode import decode
 
     (_, heads, dim), kv_heads, rows = q_THD.shape, k_cache.shape[1], len(plan.seq_lens_B)
     group = heads // kv_heads
     tile = tile or decode_tile(rows, kv_heads, group, dim, q_THD.element_size())
     assert tile.min_share % tile.block_n == 0, tile
     assert tile.splits <= MAX_SPLITS, tile
-    shared: dict[str, Any] = {
-        "HEADS": heads,
-        "D": dim,
-        "D_POW2": max(16, power_of_two(dim)),
-        "WINDOW": masking.window or 0,
-        "MIXED": not plan.is_decode,
-        "BLOCK_N": tile.block_n,
-        **dependent_launch(q_THD.device),
-    }
+    assert plan.arrivals.numel() >= rows * kv_heads, (plan.arrivals.shape, rows, kv_heads)
+    group_pow2, dim_pow2 = power_of_two(group), max(16, power_of_two(dim))
+    # More registers than the loop over keys and values needs would halve the programs of a multiprocessor.
+    ahead = max(1, min(MAX_SPLITS, 2048 * k_cache.element_size() // (group_pow2 * dim_pow2)))
     split = tile.splits > 1
     partial = q_THD.new_empty((rows, heads, tile.splits, dim) if split else 1, dtype=torch.float32)
     lse = q_THD.new_empty((rows, heads, tile.splits) if split else 1, dtype=torch.float32)
@@ -172,6 +118,7 @@ def _decode(
         out_THD,
         partial,
         lse,
+        plan.arrivals,
         plan.page_table_BP,
         plan.seq_lens_B,
         plan.query_start_B1,
@@ -181,25 +128,20 @@ def _decode(
         plan.page_table_BP.stride(0),
         tile.min_share,
         **_layout(q_THD, k_cache, v_cache, plan, masking),
-        **shared,
-        GROUP_POW2=max(16, power_of_two(group)),
+        HEADS=heads,
+        D=dim,
+        D_POW2=dim_pow2,
+        WINDOW=masking.window or 0,
+        MIXED=not plan.is_decode,
+        BLOCK_N=tile.block_n,
+        GROUP_POW2=max(16, group_pow2),
+        JOINED_POW2=group_pow2,
+        MAX_SPLITS=MAX_SPLITS,
+        AHEAD=ahead,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **dependent_launch(q_THD.device),
     )
-    if split:
-        few = tile.splits <= FEW_SPLITS
-        join[(heads, rows)](
-            partial,
-            lse,
-            out_THD,
-            plan.seq_lens_B,
-            plan.query_start_B1,
-            tile.splits,
-            tile.min_share,
-            **shared,
-            MAX_SPLITS=FEW_SPLITS if few else MAX_SPLITS,
-            num_warps=1 if few else 4,
-        )
 
 
 def _prefill(

@@ -41,7 +41,8 @@ def store_kv_reference(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Reads the slots back from the device."""
+    """cache[slot_mapping[t]] = k[t] / k_scale, v[t] / v_scale, rounded to the cache's dtype; slots of −1 are skipped.
+    Reads the slots back from the device."""
     stored_T = slot_mapping_T >= 0
     for x_THD, cache, scale in ((k_THD, k_cache, k_scale), (v_THD, v_cache, v_scale)):
         x_NHD = x_THD[stored_T] if scale == 1.0 else x_THD[stored_T].float() / scale

@@ -26,8 +26,6 @@ class PrefillTile:
 
 
 MAX_SPLITS = 64
-FEW_SPLITS = 8
-"""Up to here one warp joins the partial results of a head."""
 WANTED_PROGRAMS = 2048
 """Of rows so long that they are split as far as they may be."""
 

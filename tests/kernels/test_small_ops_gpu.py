@@ -42,6 +42,15 @@ def test_norm_rotate_store(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (1 / 200, 1 / 300)])
+def test_norm_rotate_store_in_a_cache_of_another_dtype(
+    dtype: torch.dtype, cache_dtype: torch.dtype, scales: tuple[float, float]
+) -> None:
+    small_ops.check_norm_rotate_store(100, 32, 4, 128, 64, True, "cuda", dtype, cache_dtype, scales)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (60, 4), (8, 2), (512, 10), (32, 32), (512, 32)])
 @pytest.mark.parametrize("tokens", [1, 64, 4096])

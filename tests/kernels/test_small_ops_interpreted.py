@@ -32,6 +32,15 @@ def test_norm_rotate_store(
     small_ops.check_norm_rotate_store(tokens, heads, kv_heads, dim, half, normed, "cpu", dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", [torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (1 / 200, 1 / 300)])
+def test_norm_rotate_store_in_a_cache_of_another_dtype(
+    dtype: torch.dtype, cache_dtype: torch.dtype, scales: tuple[float, float]
+) -> None:
+    small_ops.check_norm_rotate_store(3, 6, 2, 96, 32, True, "cpu", dtype, cache_dtype, scales)
+
+
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(5, 8, 2), (3, 60, 4), (2, 5, 5), (2, 200, 32), (0, 4, 1)])
 def test_route(tokens: int, experts: int, top_k: int, norm: bool) -> None:

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from loraplex.kernels.attention.paged import paged_attention, store_kv
-from loraplex.kernels.attention.plan import AttentionBackend, AttentionPlan
-from loraplex.kernels.attention.reference import FP8
+from loraplex.kernels.attention.paged import paged_attention
+from loraplex.kernels.attention.plan import AttentionBackend, AttentionPlan, new_arrivals
+from loraplex.kernels.attention.reference import FP8, store_kv_reference
 
 
 @dataclass
@@ -136,12 +136,13 @@ def make_step(
         page_size=page_size,
         is_decode=is_decode,
         is_mixed=is_mixed,
+        arrivals=new_arrivals(len(rows) + padding_rows, torch.device(device)),
         backend=backend,
     )
     junk = torch.full((padding_tokens, kv_heads, dim), torch.nan, dtype=dtype, device=device)
     # As in a fused projection: rows of q, k and v lie side by side.
     k_THD, v_THD = torch.stack((torch.cat([*new_keys, junk]), torch.cat([*new_values, junk])), dim=1).unbind(1)
-    store_kv(k_THD, v_THD, k_cache, v_cache, plan, k_scale=scales[0], v_scale=scales[1])
+    store_kv_reference(k_THD, v_THD, k_cache, v_cache, plan.slot_mapping_T, *scales)
     q_THD = normal(sum(query_lens) + padding_tokens, 3, heads, dim)[:, 1]
     return Step(rows, q_THD, keys, values, k_cache, v_cache, plan, scales)
 

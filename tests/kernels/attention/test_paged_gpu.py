@@ -7,7 +7,10 @@ import pytest
 import torch
 from kit.attention import Step, make_step
 
-from loraplex.kernels.attention.paged import paged_attention
+from loraplex.kernels.attention.paged import paged_attention, triton_attention
+from loraplex.kernels.attention.plan import new_arrivals
+from loraplex.kernels.attention.reference import Masking
+from loraplex.kernels.attention.tiles import DecodeTile
 
 pytestmark = pytest.mark.gpu
 
@@ -106,6 +109,7 @@ def test_graph_replay_with_other_lengths_and_pages(bucket, tokens, sinks):
         query_lens=[],
         seq_lens=[],
         is_decode=is_decode,
+        arrivals=new_arrivals(bucket, torch.device("cuda")),
     )
     q = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16, device="cuda")
     graph, out = captured(lambda: paged_attention(q, first.k_cache, first.v_cache, plan, scale=dim**-0.5, **options))
@@ -127,6 +131,41 @@ def test_graph_replay_with_other_lengths_and_pages(bucket, tokens, sinks):
         graph.replay()
         assert_near(out[: step.tokens], step.expected(**options), TOLERANCE[torch.bfloat16])
         assert (out[step.tokens :] == 0).all()
+        assert (plan.arrivals == 0).all()
+
+
+@pytest.mark.parametrize("padding", [0, 7])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 4, 128), (8, 8, 64), (71, 1, 96)])
+def test_replays_join_many_or_few_splits(heads, kv_heads, dim, padding):
+    """Rows of 1 … 64 programs at work, other lengths at each replay: the last program of a row to finish joins, and
+    which one that is must not be seen. With padding, in a mixed step's decode part."""
+    rows, page_size, splits, share = 64, 16, 64, 64
+    rng = random.Random(heads)
+    step = gpu_step([(1, i * share + 1 + i % share) for i in range(rows)], heads=heads, kv_heads=kv_heads, dim=dim,
+                    page_size=page_size, padding_tokens=padding)  # fmt: skip
+    longest = torch.tensor(step.plan.seq_lens)
+    tiles = DecodeTile(block_n=32, splits=splits, min_share=share), None
+    masking = Masking(dim**-0.5)
+
+    def run() -> torch.Tensor:
+        return triton_attention(step.q_THD, step.k_cache, step.v_cache, step.plan, masking, tiles)
+
+    graph, out = captured(lambda: [run() for _ in range(4)])  # as layers follow each other
+    choices = [longest, *(torch.tensor([rng.randint(1, int(n)) for n in longest]) for _ in range(4))]
+    seen: dict[int, torch.Tensor] = {}
+    for trial in range(50):
+        choice = trial * 3 % len(choices)
+        step.plan.seq_lens_B.copy_(choices[choice])
+        graph.replay()
+        first = seen.setdefault(choice, out[0].clone())
+        assert all(torch.equal(layer, first) for layer in out)
+        assert (step.plan.arrivals == 0).all()
+    assert_near(seen[0][: step.tokens], step.expected(), TOLERANCE[torch.bfloat16])
+    for choice, lengths in enumerate(choices):
+        one = DecodeTile(block_n=32, splits=1, min_share=share), None
+        step.plan.seq_lens_B.copy_(lengths)
+        alone = triton_attention(step.q_THD, step.k_cache, step.v_cache, step.plan, masking, one)
+        assert_near(seen[choice][: step.tokens], alone[: step.tokens].float(), TOLERANCE[torch.bfloat16])
 
 
 def random_rows(rng: random.Random, count: int, tokens: int, longest: int, is_decode: bool) -> list[tuple[int, int]]:
