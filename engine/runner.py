@@ -43,7 +43,7 @@ WARM_DECODES = (1, 2, 15, 16, 63, 64, 129, 256)
 WARM_MIXED = ((9, 1), (600, 128))
 """Prompt tokens, and rows of one token beside them: both tiles of prefill and both forms of joining split rows."""
 PROMPT_LOGITS_ROWS = 256
-"""Prompt positions whose logits exist at once: 256 × 151,936 × 4 bytes = 155 MB."""
+"""Prompt positions whose logits exist at once: in fp32, 256 × 151,936 × 4 bytes = 155 MB."""
 MOST_LOGPROBS = 20
 """Alternatives that the API gives at most."""
 HEAVY_SAMPLING = SamplingParams(

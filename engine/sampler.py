@@ -64,7 +64,8 @@ class TopLogprobs:
 
 
 def top_logprobs(logits_NV: torch.Tensor, tokens_N: torch.Tensor, k: int) -> TopLogprobs:
-    """log-softmax of the logits at `tokens_N` and at the k largest, descending."""
+    """log-softmax, in fp32, of the logits at `tokens_N` and at the k largest, descending."""
+    logits_NV = logits_NV.float()
     normaliser_N1 = sampling.log_normaliser(logits_NV)[:, None]
     values, ids = torch.topk(logits_NV, min(k, logits_NV.shape[-1]), dim=-1)
     chosen_N1 = logits_NV.gather(-1, tokens_N[:, None])
@@ -130,18 +131,22 @@ class Sampler:
         self._prompt_seen[row, self._index(prompt_ids)] = True
 
     def sample(self, logits_NV: torch.Tensor, rows: list[SampleRow]) -> Sampled:
-        """Draws one token per row without waiting for the device. logits fp32 [N, V]; they are not kept unchanged."""
+        """Draws one token per row without waiting for the device. logits: [N, V] in the model's dtype, not changed.
+
+        Bias and penalties are added in fp32; a step without them is drawn from the logits as they are."""
         wanted = max((r.params.logprobs for r in rows if r.params.logprobs is not None), default=None)
         logits = logits_NV
-        if wanted is not None and self.mode == "raw" and any(self._edits(r) for r in rows):
-            logits = logits_NV.clone()
-        logits = self._penalise(self._bias_and_mask(logits, rows), rows)
+        if any(self._edits(r) for r in rows):
+            logits = logits_NV.to(torch.float32, copy=True)
+            logits = self._penalise(self._bias_and_mask(logits, rows), rows)
         draws = pack_draws(rows, self.device)
         ids, broken = sampling.draw(logits, draws)
         self._count(ids, rows)
         top = None
         if wanted is not None:
-            top = top_logprobs(logits_NV if self.mode == "raw" else sampling.shape_logits(logits, draws), ids, wanted)
+            top = top_logprobs(
+                logits_NV if self.mode == "raw" else sampling.shape_logits(logits.float(), draws), ids, wanted
+            )
         return Sampled(ids, broken, top)
 
     def _edits(self, row: SampleRow) -> bool:

@@ -32,6 +32,7 @@ def test_norm_rotate_store(
     small_ops.check_norm_rotate_store(tokens, heads, kv_heads, dim, half, normed, "cpu", dtype)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(5, 8, 2), (3, 60, 4), (2, 5, 5), (2, 200, 32), (0, 4, 1)])
 def test_route(tokens: int, experts: int, top_k: int, norm: bool) -> None:
