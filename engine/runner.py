@@ -188,10 +188,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _warm_sampling(self, sizes: list[int]) -> None:
+        """The head too, with adapters: it follows a graph launch by launch, so that no capture compiles it."""
         for n in sizes:
             hidden_ND = torch.zeros(n, self.spec.hidden_size, dtype=self.dtype, device=self.device)
             for params in (GREEDY, SamplingParams(max_tokens=1), HEAVY_SAMPLING):
                 self._sample_alike(hidden_ND, params)
+            if self.config.lora.enable_lora:
+                self.model.logits(hidden_ND, self._plan_lora([0] * n, [1] * n, [0]))
 
     def _capture_graphs(self) -> None:
         if self.graphs is None:

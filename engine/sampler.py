@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from loraplex.engine.device import fetch, upload
+from loraplex.engine.device import aligned, fetch, upload
 from loraplex.engine.messages import TokenLogprobs
 from loraplex.engine.request import SamplingParams
 from loraplex.engine.step import SampleRow
@@ -76,23 +76,24 @@ def pack_draws(rows: list[SampleRow], device: torch.device) -> DrawParams:
     """What `sampling.draw` needs of the rows, in one copy."""
     params = [r.params for r in rows]
     drawing = [p for p in params if p.temperature >= GREEDY_BELOW]
-    words = np.empty((7, len(rows)), dtype=np.int32)
+    n = len(rows)
+    words = np.zeros((7, aligned(n)), dtype=np.int32)
     floats = words.view(np.float32)
-    words[:2] = np.asarray([r.seed for r in rows], dtype=np.int64).view(np.int32).reshape(2, -1)
-    words[2] = [r.position for r in rows]
-    words[3] = [min(max(p.top_k, 0), MAX_INT32) for p in params]
-    floats[4] = [p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params]
-    floats[5] = [p.top_p for p in params]
-    floats[6] = [p.min_p for p in params]
+    words[:2].reshape(-1).view(np.int64)[:n] = [r.seed for r in rows]
+    words[2, :n] = [r.position for r in rows]
+    words[3, :n] = [min(max(p.top_k, 0), MAX_INT32) for p in params]
+    floats[4, :n] = [p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params]
+    floats[5, :n] = [p.top_p for p in params]
+    floats[6, :n] = [p.min_p for p in params]
     packed = upload(words, device)
-    temperature_N, top_p_N, min_p_N = packed[4:7].view(torch.float32)
+    temperature_N, top_p_N, min_p_N = packed[4:7, :n].view(torch.float32)
     return DrawParams(
         temperature_N=temperature_N,
-        top_k_N=packed[3],
+        top_k_N=packed[3, :n],
         top_p_N=top_p_N,
         min_p_N=min_p_N,
-        seeds_N=packed[:2].view(-1).view(torch.int64),
-        positions_N=packed[2],
+        seeds_N=packed[:2].view(-1).view(torch.int64)[:n],
+        positions_N=packed[2, :n],
         noisy=bool(drawing),
         cut=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in drawing),
     )
