@@ -137,12 +137,14 @@ class Sampler:
         Bias and penalties are added in fp32; a step without them is drawn from the logits as they are."""
         wanted = max((r.params.logprobs for r in rows if r.params.logprobs is not None), default=None)
         logits = logits_NV
-        if any(self._edits(r) for r in rows):
+        edited = any(self._edits(r) for r in rows)
+        if edited:
             logits = logits_NV.to(torch.float32, copy=True)
             logits = self._penalise(self._bias_and_mask(logits, rows), rows)
         draws = pack_draws(rows, self.device)
         ids, broken = sampling.draw(logits, draws)
-        self._count(ids, rows)
+        if edited:
+            self._count(ids, rows)
         top = None
         if wanted is not None:
             top = top_logprobs(
