@@ -1,8 +1,8 @@
 """Steps over static buffers, so that a CUDA graph can replay them: sizes, buffers, capture.
 
-A step runs in the smallest bucket that holds it; what is left of the bucket is padding, which stores no KV and meets no
-adapter. A bucket is for decode steps (T rows of one token), or for any step of up to T tokens. Buckets without adapters
-hold no LoRA kernel at all; those with adapters are made for a largest rank.
+A step runs in the smallest bucket that holds it; what is left of the bucket is padding, which stores no KV and meets
+neither expert nor adapter. A bucket is for decode steps (T rows of one token), or for any step of up to T tokens.
+Buckets without adapters hold no LoRA kernel at all; those with adapters are made for a largest rank.
 
 On a CPU the same buffers are filled and the model is called on them, which tests all but the replay itself.
 """
@@ -37,8 +37,8 @@ Forward = Callable[[StepInputs, LoRABatchInfo | None, int | None], torch.Tensor]
 
 
 def decode_sizes(most: int) -> list[int]:
-    """Batch sizes up to `most`, which is one of them. Close together where they are small: a padding row of three asks
-    for experts that no other row reads."""
+    """Batch sizes up to `most`, which is one of them; close together where they are small, and a padding row is a
+    larger part of the step."""
     sizes = [*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), *range(32, 64, 8), *range(64, 256, 16)]
     sizes += range(256, most, 32)
     return [size for size in sizes if size < most] + [most]

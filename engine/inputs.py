@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from loraplex.engine.batch import StepPlan
+from loraplex.engine.device import aligned
 from loraplex.kernels.attention.plan import AttentionBackend, AttentionPlan, new_arrivals
 
 Ints = npt.NDArray[np.int64]
@@ -149,7 +150,7 @@ def _fill(packed: torch.Tensor, shape: StepShape, fields: dict[str, Ints]) -> No
 
 @lru_cache(maxsize=1024)
 def _layout(tokens: int, rows: int) -> dict[str, tuple[int, int, bool]]:
-    """First word, end and whether it is int64, of each field; int64 first, so that they lie aligned."""
+    """First word, end and whether it is int64, of each field. Each begins where `aligned` allows."""
     sizes = {
         "ids": (tokens, True),
         "positions": (tokens, True),
@@ -163,12 +164,12 @@ def _layout(tokens: int, rows: int) -> dict[str, tuple[int, int, bool]]:
     for name, (size, wide) in sizes.items():
         end = start + size * (2 if wide else 1)
         layout[name] = start, end, wide
-        start = end
+        start = aligned(end)
     return layout
 
 
 def _num_words(tokens: int, rows: int) -> int:
-    return _layout(tokens, rows)["seq_lens"][1]
+    return aligned(_layout(tokens, rows)["seq_lens"][1])
 
 
 def _views(words: torch.Tensor, tokens: int, rows: int) -> dict[str, torch.Tensor]:

@@ -43,7 +43,7 @@ WARM_DECODES = (1, 2, 15, 16, 63, 64, 129, 256)
 WARM_MIXED = ((9, 1), (600, 128))
 """Prompt tokens, and rows of one token beside them: both tiles of prefill and both forms of joining split rows."""
 PROMPT_LOGITS_ROWS = 256
-"""Prompt positions whose logits exist at once: 256 × 151,936 × 4 bytes = 155 MB."""
+"""Prompt positions whose logits exist at once: in fp32, 256 × 151,936 × 4 bytes = 155 MB."""
 MOST_LOGPROBS = 20
 """Alternatives that the API gives at most."""
 HEAVY_SAMPLING = SamplingParams(
@@ -188,10 +188,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _warm_sampling(self, sizes: list[int]) -> None:
+        """The head too, with adapters: it follows a graph launch by launch, so that no capture compiles it."""
         for n in sizes:
             hidden_ND = torch.zeros(n, self.spec.hidden_size, dtype=self.dtype, device=self.device)
             for params in (GREEDY, SamplingParams(max_tokens=1), HEAVY_SAMPLING):
                 self._sample_alike(hidden_ND, params)
+            if self.config.lora.enable_lora:
+                self.model.logits(hidden_ND, self._plan_lora([0] * n, [1] * n, [0]))
 
     def _capture_graphs(self) -> None:
         if self.graphs is None:

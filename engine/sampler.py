@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from loraplex.engine.device import fetch, upload
+from loraplex.engine.device import aligned, fetch, upload
 from loraplex.engine.messages import TokenLogprobs
 from loraplex.engine.request import SamplingParams
 from loraplex.engine.step import SampleRow
@@ -64,7 +64,8 @@ class TopLogprobs:
 
 
 def top_logprobs(logits_NV: torch.Tensor, tokens_N: torch.Tensor, k: int) -> TopLogprobs:
-    """log-softmax of the logits at `tokens_N` and at the k largest, descending."""
+    """log-softmax, in fp32, of the logits at `tokens_N` and at the k largest, descending."""
+    logits_NV = logits_NV.float()
     normaliser_N1 = sampling.log_normaliser(logits_NV)[:, None]
     values, ids = torch.topk(logits_NV, min(k, logits_NV.shape[-1]), dim=-1)
     chosen_N1 = logits_NV.gather(-1, tokens_N[:, None])
@@ -75,23 +76,24 @@ def pack_draws(rows: list[SampleRow], device: torch.device) -> DrawParams:
     """What `sampling.draw` needs of the rows, in one copy."""
     params = [r.params for r in rows]
     drawing = [p for p in params if p.temperature >= GREEDY_BELOW]
-    words = np.empty((7, len(rows)), dtype=np.int32)
+    n = len(rows)
+    words = np.zeros((7, aligned(n)), dtype=np.int32)
     floats = words.view(np.float32)
-    words[:2] = np.asarray([r.seed for r in rows], dtype=np.int64).view(np.int32).reshape(2, -1)
-    words[2] = [r.position for r in rows]
-    words[3] = [min(max(p.top_k, 0), MAX_INT32) for p in params]
-    floats[4] = [p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params]
-    floats[5] = [p.top_p for p in params]
-    floats[6] = [p.min_p for p in params]
+    words[:2].reshape(-1).view(np.int64)[:n] = [r.seed for r in rows]
+    words[2, :n] = [r.position for r in rows]
+    words[3, :n] = [min(max(p.top_k, 0), MAX_INT32) for p in params]
+    floats[4, :n] = [p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params]
+    floats[5, :n] = [p.top_p for p in params]
+    floats[6, :n] = [p.min_p for p in params]
     packed = upload(words, device)
-    temperature_N, top_p_N, min_p_N = packed[4:7].view(torch.float32)
+    temperature_N, top_p_N, min_p_N = packed[4:7, :n].view(torch.float32)
     return DrawParams(
         temperature_N=temperature_N,
-        top_k_N=packed[3],
+        top_k_N=packed[3, :n],
         top_p_N=top_p_N,
         min_p_N=min_p_N,
-        seeds_N=packed[:2].view(-1).view(torch.int64),
-        positions_N=packed[2],
+        seeds_N=packed[:2].view(-1).view(torch.int64)[:n],
+        positions_N=packed[2, :n],
         noisy=bool(drawing),
         cut=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in drawing),
     )
@@ -130,18 +132,24 @@ class Sampler:
         self._prompt_seen[row, self._index(prompt_ids)] = True
 
     def sample(self, logits_NV: torch.Tensor, rows: list[SampleRow]) -> Sampled:
-        """Draws one token per row without waiting for the device. logits fp32 [N, V]; they are not kept unchanged."""
+        """Draws one token per row without waiting for the device. logits: [N, V] in the model's dtype, not changed.
+
+        Bias and penalties are added in fp32; a step without them is drawn from the logits as they are."""
         wanted = max((r.params.logprobs for r in rows if r.params.logprobs is not None), default=None)
         logits = logits_NV
-        if wanted is not None and self.mode == "raw" and any(self._edits(r) for r in rows):
-            logits = logits_NV.clone()
-        logits = self._penalise(self._bias_and_mask(logits, rows), rows)
+        edited = any(self._edits(r) for r in rows)
+        if edited:
+            logits = logits_NV.to(torch.float32, copy=True)
+            logits = self._penalise(self._bias_and_mask(logits, rows), rows)
         draws = pack_draws(rows, self.device)
         ids, broken = sampling.draw(logits, draws)
-        self._count(ids, rows)
+        if edited:
+            self._count(ids, rows)
         top = None
         if wanted is not None:
-            top = top_logprobs(logits_NV if self.mode == "raw" else sampling.shape_logits(logits, draws), ids, wanted)
+            top = top_logprobs(
+                logits_NV if self.mode == "raw" else sampling.shape_logits(logits.float(), draws), ids, wanted
+            )
         return Sampled(ids, broken, top)
 
     def _edits(self, row: SampleRow) -> bool:

@@ -225,8 +225,9 @@ class Scheduler:
                 continue
             if self._ends_with_pending(seq):
                 continue
-            decoding = seq.num_left == 1
-            n = 1 if decoding else min(seq.num_left, budget)
+            left = seq.num_left
+            decoding = left == 1
+            n = 1 if decoding else min(left, budget)
             if n == 0 or not self._make_room(seq, n):
                 continue
             if not decoding:
@@ -240,18 +241,21 @@ class Scheduler:
         Rows are taken oldest first, so a victim is never in the batch already.
         """
         need = self._pages_for(seq.num_computed + n) - len(seq.pages)
+        if need <= 0:
+            return True
         while need > self.pool.available:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is seq:
                 return False
-        if need > 0:
-            seq.pages.extend(self.pool.allocate(need))
+        seq.pages.extend(self.pool.allocate(need))
         return True
 
     def _admit(self, batch: Batch, turn: set[AdapterVersion], budget: int) -> None:
         """Starts waiting sequences in order of arrival. One that finds no pages holds back all behind it (else a long
         prompt would starve); one that finds no adapter slot, or no room for its adapter, is passed."""
+        if not self.waiting:
+            return
         in_use = {seq.adapter for seq in self.running if seq.adapter is not None}
         overdue = self._clock() - ADAPTER_WAIT_LIMIT_S
         no_room: set[AdapterVersion] = set()

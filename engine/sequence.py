@@ -54,21 +54,17 @@ class Sequence:
     num_preemptions: int = 0
     """A step that was scheduled at a lower count is void for this sequence: it is computed again."""
 
-    @property
-    def request(self) -> Request:
-        return self.ticket.request
+    request: Request = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    adapter: "AdapterVersion | None" = field(init=False)
+    num_prompt: int = field(init=False)
+    """These four are of the ticket; every step reads them, row by row."""
 
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.ticket.request.sampling
-
-    @property
-    def adapter(self) -> "AdapterVersion | None":
-        return self.ticket.adapter
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.ticket.request.prompt_ids)
+    def __post_init__(self) -> None:
+        self.request = self.ticket.request
+        self.sampling = self.request.sampling
+        self.adapter = self.ticket.adapter
+        self.num_prompt = len(self.request.prompt_ids)
 
     @property
     def num_outputs(self) -> int:

@@ -1,6 +1,7 @@
 """A step on the host of rank 0: the scheduled sequences, what the runner is asked, and what it answers."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from loraplex.engine.batch import StepPlan
 from loraplex.engine.messages import TokenLogprobs
@@ -8,9 +9,8 @@ from loraplex.engine.request import SamplingParams
 from loraplex.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """One position to sample."""
+class SampleRow(NamedTuple):
+    """One position to sample. A tuple: one is made for each row of each step."""
 
     row: int
     params: SamplingParams
@@ -104,8 +104,11 @@ class Batch:
     def plan(self) -> StepPlan:
         slots, slot_rows = self._slots()
         ids: list[int] = []
-        for i in range(len(self.seqs)):
-            ids.extend(self._input_ids(i))
+        for i, from_device in enumerate(self.from_device):
+            if from_device:
+                ids.append(-1)
+            else:
+                ids.extend(self._input_ids(i))
         return StepPlan(
             is_decode=all(n == 1 for n in self.num_new),
             rows=[seq.row for seq in self.seqs],
@@ -151,9 +154,9 @@ class Batch:
         return slots, list(slot_of)
 
     def _input_ids(self, i: int) -> list[int]:
-        """Ids of the row's tokens; −1 stands for the device's."""
+        """Ids of the row's tokens, which the host knows."""
         seq = self.seqs[i]
-        return [-1] if self.from_device[i] else seq.tokens[seq.num_computed - self.num_new[i] : seq.num_computed]
+        return seq.tokens[seq.num_computed - self.num_new[i] : seq.num_computed]
 
 
 def _prompt_targets(seq: Sequence, n: int) -> list[int]:

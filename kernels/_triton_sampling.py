@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""Kernels of `sampling.draw` and `sampling.log_normaliser`. x is a logit divided by its row's temperature."""
+"""Kernels of `sampling.draw` and `sampling.log_normaliser`. x is a logit divided by its row's temperature,
+in fp32 whatever the logits are in."""
 
 import triton
 import triton.language as tl
@@ -97,7 +98,7 @@ def race_parts(
     low = tl.full([BLOCK], INF, tl.float32)
     for start in range(part * CHUNK, min(part * CHUNK + CHUNK, SIZE), BLOCK):
         tokens = start + lanes
-        x = tl.load(logits + row * ROW + tokens, mask=tokens < SIZE, other=-INF)
+        x = tl.load(logits + row * ROW + tokens, mask=tokens < SIZE, other=-INF).to(tl.float32)
         broken |= ((x != x) | (x == INF)).to(tl.int32)
         if NOISY:
             x = x * inverse
@@ -399,7 +400,7 @@ def listed_boundary(x, weight, lo, hi, above, target):
 @triton.jit
 def scaled(at, tokens, inverse, floor, SIZE: tl.constexpr):
     """x, −inf under the floor and past the end."""
-    x = tl.load(at + tokens, mask=tokens < SIZE, other=-INF) * inverse
+    x = tl.load(at + tokens, mask=tokens < SIZE, other=-INF).to(tl.float32) * inverse
     return tl.where(x >= floor, x, -INF)
 
 
@@ -562,7 +563,7 @@ def normaliser_parts(
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(part * CHUNK, min(part * CHUNK + CHUNK, SIZE), BLOCK):
         tokens = start + lanes
-        x = tl.load(logits + row * ROW + tokens, mask=tokens < SIZE, other=-INF)
+        x = tl.load(logits + row * ROW + tokens, mask=tokens < SIZE, other=-INF).to(tl.float32)
         higher = tl.maximum(tl.maximum(top, x), -1e38)
         mass = mass * tl.exp(top - higher) + tl.exp(x - higher)
         top = higher

@@ -108,7 +108,7 @@ class DrawParams:
 
 
 def shape_logits(logits_NV: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """Logits over temperature, −inf outside of what a row keeps: min-p first, then top-k, then top-p."""
+    """Logits over temperature, −inf outside of what a row keeps: min-p first, then top-k, then top-p. logits fp32."""
     if not params.noisy:
         return logits_NV
     greedy_N = params.temperature_N == 0
@@ -122,6 +122,7 @@ def shape_logits(logits_NV: torch.Tensor, params: DrawParams) -> torch.Tensor:
 
 
 def draw_reference(logits_NV: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_NV = logits_NV.float()
     broken_N = torch.isnan(logits_NV).any(-1) | torch.isposinf(logits_NV).any(-1)
     scores_NV = shape_logits(logits_NV, params)
     if params.noisy:
@@ -133,20 +134,20 @@ def draw_reference(logits_NV: torch.Tensor, params: DrawParams) -> tuple[torch.T
 def draw(logits_NV: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, torch.Tensor]:
     """One token per row: argmax(shape_logits(logits) + gumbel_noise), of greedy rows argmax(logits).
 
-    logits: fp32 [N, V], not changed. Returns ids int64 [N] and broken bool [N]: the row holds NaN or +inf,
-    and its id is any token. The kernels round in another order than the reference: the draws differ where two scores,
+    logits: [N, V] in any float type, not changed; all is computed in fp32, so that bf16 logits give the draws of
+    the same numbers in fp32. Returns ids int64 [N] and broken bool [N]: the row holds NaN or +inf, and its id is any
+    token. The kernels round in another order than the reference: the draws differ where two scores,
     or a kept set's end, are equal but for fp32 rounding. Equal scores go to the lower id.
     """
     if not use_triton(logits_NV) or logits_NV.shape[0] == 0:
         return draw_reference(logits_NV, params)
     from loraplex.kernels import _triton_sampling as kernels
 
-    assert logits_NV.dtype == torch.float32, logits_NV.dtype
     assert logits_NV.stride(1) == 1, "rows must be contiguous"
     rows, size = logits_NV.shape
     chunk = SHORT_CHUNK if rows <= FEW_ROWS else LONG_CHUNK
     parts = -(-size // chunk)
-    values = logits_NV.new_empty(rows, parts)
+    values = logits_NV.new_empty(rows, parts, dtype=torch.float32)
     indices = torch.empty(rows, parts, dtype=torch.int32, device=logits_NV.device)
     ids_N = torch.empty(rows, dtype=torch.int64, device=logits_NV.device)
     broken_N = torch.empty(rows, dtype=torch.uint8, device=logits_NV.device)
@@ -177,7 +178,7 @@ def draw(logits_NV: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, tor
             values,
             indices,
             *totals,
-            logits_NV.new_empty(rows, LISTED),
+            values.new_empty(rows, LISTED),
             torch.empty(rows, LISTED, dtype=torch.int32, device=logits_NV.device),
             ids_N,
             broken_N,
@@ -195,15 +196,16 @@ def draw(logits_NV: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, tor
 
 
 def log_normaliser(logits_NV: torch.Tensor) -> torch.Tensor:
-    """log Σ exp(logits) over the vocabulary, fp32 [N]: what a logprob is below its logit. logits fp32."""
+    """log Σ exp(logits) over the vocabulary, fp32 [N]: what a logprob is below its logit. logits in any float
+    type."""
     if not use_triton(logits_NV) or logits_NV.shape[0] == 0:
-        return torch.logsumexp(logits_NV, dim=-1)
+        return torch.logsumexp(logits_NV.float(), dim=-1)
     from loraplex.kernels import _triton_sampling as kernels
 
     assert logits_NV.stride(1) == 1, "rows must be contiguous"
     rows, size = logits_NV.shape
     chunk = SHORT_CHUNK if rows <= FEW_ROWS else LONG_CHUNK
-    parts = logits_NV.new_empty(rows, -(-size // chunk))
+    parts = logits_NV.new_empty(rows, -(-size // chunk), dtype=torch.float32)
     kernels.normaliser_parts[tuple(parts.shape)](
         logits_NV,
         parts,

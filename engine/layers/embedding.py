@@ -54,7 +54,8 @@ class Embedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """hidden [N, D] → logits fp32 [N, V], complete on every rank. `tied` shares the embedding's weight, not its LoRA.
+    """hidden [N, D] → logits [N, V] in its dtype, complete on every rank. `tied` shares the embedding's weight, not
+    its LoRA.
 
     A site of LoRA like a column-parallel `Linear` of one part, with the same attributes.
     """
@@ -79,7 +80,7 @@ class LMHead(nn.Module):
         local_NV = F.linear(hidden_ND, self.weight)
         if self.lora is not None and lora is not None:
             self.lora_op(local_NV, hidden_ND, self.lora, lora)
-        return self.parallel.all_gather_last(local_NV)[:, : self.parts["lm_head"]].float()
+        return self.parallel.all_gather_last(local_NV)[:, : self.parts["lm_head"]]
 
     def fill_constants(self) -> None:
         """Zeroes the padding rows."""

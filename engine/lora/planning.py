@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from loraplex.engine.device import aligned
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.weights import LoRAWeights
 
@@ -129,7 +130,7 @@ class StaticBatch:
 def _fields(
     slots: Sequence[int], num_tokens: Sequence[int], slot_rows: Sequence[int], segments: Segments
 ) -> dict[str, Ints]:
-    """Arrays of `LoRABatchInfo` by field name, in packing order: int64 first, so that it lies aligned."""
+    """Arrays of `LoRABatchInfo` by field name, in packing order."""
     rows = np.asarray([slot_rows[s] if s >= 0 else -1 for s in slots], dtype=np.int64)
     return {
         "permutation": segments.permutation,
@@ -156,7 +157,7 @@ def _words(name: str) -> int:
 
 def _pack(fields: Mapping[str, Ints], sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:
     """One int32 host tensor (pinned for CUDA). Tails are neutral: bounds repeat the last one, slots are −1."""
-    total = sum(_words(name) * size for name, size in sizes.items())
+    total = sum(aligned(_words(name) * size) for name, size in sizes.items())
     packed = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
     for name, view in _views(packed, sizes).items():
         values, out = fields[name], view.numpy()
@@ -171,5 +172,5 @@ def _views(packed: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Te
     for name, size in sizes.items():
         words = packed[start : start + _words(name) * size]
         views[name] = words.view(torch.int64) if name == "permutation" else words
-        start += len(words)
+        start += aligned(len(words))
     return views

@@ -76,7 +76,8 @@ class CausalLM(nn.Module):
         return self.model(ids_T, ctx)
 
     def logits(self, hidden_ND: torch.Tensor, lora: LoRABatchInfo | None = None) -> torch.Tensor:
-        """fp32 [N, V], the same on every rank. `lora` describes the N rows, for adapters with an lm_head delta."""
+        """[N, V] in hidden's dtype, the same on every rank. `lora` describes the N rows, for adapters with an
+        lm_head delta."""
         return self.lm_head(hidden_ND, lora)
 
     def _make_layer(self, layer: int) -> DecoderLayer:

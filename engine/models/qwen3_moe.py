@@ -21,7 +21,12 @@ class SparseMoeBlock(nn.Module):
         self.experts = Experts(moe.num_experts, hidden, moe.intermediate_size, parallel=parallel)
 
     def forward(self, x_TD: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        weights_TK, ids_TK = route(self.gate(x_TD, ctx), self.moe.top_k, norm=self.moe.norm_topk_prob)
+        weights_TK, ids_TK = route(
+            self.gate(x_TD, ctx),
+            self.moe.top_k,
+            norm=self.moe.norm_topk_prob,
+            kv_slots_T=ctx.attn.slot_mapping_T,
+        )
         return self.experts(x_TD, ids_TK, weights_TK, ctx)
 
 

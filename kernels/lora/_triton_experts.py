@@ -50,7 +50,7 @@ def shrink_rows(
     D: tl.constexpr,
     TOP_K: tl.constexpr,
     BY_PLACE: tl.constexpr,
-    RANK_CAP: tl.constexpr,
+    rank_cap,
     PLACES_STRIDE: tl.constexpr,
     RANKS_STRIDE: tl.constexpr,
     SCALES_STRIDE: tl.constexpr,
@@ -94,7 +94,7 @@ def shrink_rows(
         for k0 in range(BLOCK_K, D, BLOCK_K):
             w = tl.load(a_at + k0, mask=(r < rank)[:, None] & (k0 + k < D)[None, :], other=0.0)
             acc += w.to(tl.float32) * tl.load(x_at + k0, mask=k0 + k < D, other=0.0).to(tl.float32)[None, :]
-        t_at = t + pair.to(tl.int64) * (PARTS * RANK_CAP) + (part - PART) * RANK_CAP + r
+        t_at = t + pair.to(tl.int64) * (PARTS * rank_cap) + (part - PART) * rank_cap + r
         tl.store(t_at, (tl.sum(acc, 1) * scale).to(t.dtype.element_ty), mask=r < rank)
     if DEPENDENT:
         gdc_wait()
@@ -121,7 +121,7 @@ def shrink_chunks(
     TOP_K: tl.constexpr,
     BY_PLACE: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
-    RANK_CAP: tl.constexpr,
+    rank_cap,
     PLACES_STRIDE: tl.constexpr,
     RANKS_STRIDE: tl.constexpr,
     SCALES_STRIDE: tl.constexpr,
@@ -165,7 +165,7 @@ def shrink_chunks(
     k = tl.arange(0, BLOCK_K)
     even: tl.constexpr = D % BLOCK_K == 0
     x_at = x + x_row[:, None].to(tl.int64) * D + k[None, :]
-    t_at = t + (start + m)[:, None].to(tl.int64) * (PARTS * RANK_CAP) + (part - PART) * RANK_CAP
+    t_at = t + (start + m)[:, None].to(tl.int64) * (PARTS * rank_cap) + (part - PART) * rank_cap
     first = tl.program_id(1) // groups * BLOCK_R
     for r0 in range(first, rank, tl.num_programs(1) // groups * BLOCK_R):
         r_c = r0 + c % BLOCK_R
@@ -183,7 +183,7 @@ def shrink_chunks(
             acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
         t_mask = live[:, None] & (r_c < rank_c)[None, :]
         tl.store(
-            t_at + (c // BLOCK_R * RANK_CAP + r_c)[None, :],
+            t_at + (c // BLOCK_R * rank_cap + r_c)[None, :],
             (acc * scale_c[None, :]).to(t.dtype.element_ty),
             mask=t_mask,
         )
@@ -229,7 +229,7 @@ def activate_rows(
     position,
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
-    RANK_CAP: tl.constexpr,
+    rank_cap,
     PLACES_STRIDE: tl.constexpr,
     RANKS_STRIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -249,9 +249,9 @@ def activate_rows(
     b_up = _matrix(arena, places, row, 1, expert, 1, PLACES_STRIDE)
     # Routing is older than the predecessor: it waited for it.
     place = tl.load(position + pair).to(tl.int64)
-    t_at = t + pair.to(tl.int64) * (2 * RANK_CAP)
+    t_at = t + pair.to(tl.int64) * (2 * rank_cap)
     gate = _row_product(b_gate, t_at, rank_gate, n, INNER, BLOCK_R, DEPENDENT)
-    up = _row_product(b_up, t_at + RANK_CAP, rank_up, n, INNER, BLOCK_R, DEPENDENT)
+    up = _row_product(b_up, t_at + rank_cap, rank_up, n, INNER, BLOCK_R, DEPENDENT)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
@@ -277,7 +277,7 @@ def activate_chunks(
     num_chunks,
     INNER: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
-    RANK_CAP: tl.constexpr,
+    rank_cap,
     PLACES_STRIDE: tl.constexpr,
     RANKS_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -305,7 +305,7 @@ def activate_chunks(
         b_gate = _matrix(arena, places, row, 0, expert, 1, PLACES_STRIDE)
         b_up = _matrix(arena, places, row, 1, expert, 1, PLACES_STRIDE)
     place = start + m
-    t_at = t + place[:, None].to(tl.int64) * (2 * RANK_CAP)
+    t_at = t + place[:, None].to(tl.int64) * (2 * rank_cap)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
@@ -316,7 +316,7 @@ def activate_chunks(
         gate = tl.load(g_at, mask=mask, other=0.0)
         up = tl.load(g_at + INNER, mask=mask, other=0.0)
         gate = _chunk_product(gate, b_gate, t_at, live, rank_gate, n, INNER, BLOCK_R)
-        up = _chunk_product(up, b_up, t_at + RANK_CAP, live, rank_up, n, INNER, BLOCK_R)
+        up = _chunk_product(up, b_up, t_at + rank_cap, live, rank_up, n, INNER, BLOCK_R)
         h_at = h + place[:, None].to(tl.int64) * INNER + n[None, :]
         tl.store(h_at, (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty), mask=mask)
 
@@ -332,7 +332,7 @@ def expand_rows(
     ids,
     N: tl.constexpr,
     TOP_K: tl.constexpr,
-    RANK_CAP: tl.constexpr,
+    rank_cap,
     PLACES_STRIDE: tl.constexpr,
     RANKS_STRIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -348,7 +348,7 @@ def expand_rows(
     row = tl.maximum(row, 0)
     rank = tl.where(touched, tl.load(ranks + row * RANKS_STRIDE + 2), 0)
     b = _matrix(arena, places, row, 2, expert, 1, PLACES_STRIDE)
-    t_at = t + pair.to(tl.int64) * RANK_CAP
+    t_at = t + pair.to(tl.int64) * rank_cap
     acc = _row_product(b, t_at, rank, n, N, BLOCK_R, DEPENDENT)
     if DEPENDENT:
         gdc_wait()
@@ -372,7 +372,7 @@ def expand_chunks(
     num_chunks,
     N: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
-    RANK_CAP: tl.constexpr,
+    rank_cap,
     PLACES_STRIDE: tl.constexpr,
     RANKS_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -390,7 +390,7 @@ def expand_chunks(
     live = m < count
     rank = tl.load(ranks + row * RANKS_STRIDE + 2)
     b = _matrix(arena, places, row, 2, expert, 1, PLACES_STRIDE)
-    t_at = t + (start + m)[:, None].to(tl.int64) * RANK_CAP
+    t_at = t + (start + m)[:, None].to(tl.int64) * rank_cap
     pair = tl.load(order + start + m, mask=live, other=0).to(tl.int64)
     if DEPENDENT:
         gdc_wait()

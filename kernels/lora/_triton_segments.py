@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from loraplex.kernels.lora._triton_dense import ALIGN, locate_columns, rank_columns, total_rank
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def shrink_segments(
     x,
     z,
@@ -90,7 +90,7 @@ def shrink_segments(
             tl.store(z_at, (acc * scale[None, :]).to(z.dtype.element_ty), mask=filled[:, None] & (j < total)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def expand_segments(
     y,
     z,

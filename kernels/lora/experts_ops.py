@@ -138,7 +138,7 @@ def _tables(chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, t
 def _table_shape(step: AdapterStep) -> Mapping[str, int]:
     lora = step.lora
     return {
-        "RANK_CAP": step.capacity,
+        "rank_cap": step.capacity,
         "PLACES_STRIDE": lora.places.stride(0),
         "RANKS_STRIDE": lora.ranks.stride(0),
     }

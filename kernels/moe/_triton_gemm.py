@@ -139,7 +139,7 @@ def _tile(
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
     ACT: tl.constexpr,
-    RANK_CAP: tl.constexpr,
+    rank_cap,
     PLACES_STRIDE: tl.constexpr,
     RANKS_STRIDE: tl.constexpr,
     SLOTS_POW2: tl.constexpr,
@@ -198,7 +198,7 @@ def _tile(
     if WAIT == 2:
         gdc_wait()
     if WINDOW > 0:
-        t_at = t + row_place.to(tl.int64) * (parts * RANK_CAP)
+        t_at = t + row_place.to(tl.int64) * (parts * rank_cap)
         for c0 in tl.range(0, tl.max(end_s, 0), WINDOW, num_stages=1):
             slot_g, row_g, r_g = _window(row_s, end_s, c0, SLOTS_POW2, WINDOW)
             own = row_slot[:, None] == slot_g[None, :]
@@ -208,7 +208,7 @@ def _tile(
             )  # fmt: skip
             if GATED:
                 acc_up = _add_window(
-                    acc_up, own, row_g, r_g, n0 + n, expert, t_at + RANK_CAP, arena, places, ranks, 1, PLACES_STRIDE,
+                    acc_up, own, row_g, r_g, n0 + n, expert, t_at + rank_cap, arena, places, ranks, 1, PLACES_STRIDE,
                     RANKS_STRIDE, N, N % BLOCK_N == 0, BLOCK_M, WINDOW,
                 )  # fmt: skip
     mask = live[:, None] & (n0 + n < N)[None, :]
@@ -248,7 +248,7 @@ def expert_gemm(
     EXPERTS_POW2: tl.constexpr,
     GATED: tl.constexpr,
     ACT: tl.constexpr,
-    RANK_CAP: tl.constexpr,
+    rank_cap,
     PLACES_STRIDE: tl.constexpr,
     RANKS_STRIDE: tl.constexpr,
     SLOTS_POW2: tl.constexpr,
@@ -284,13 +284,13 @@ def expert_gemm(
         if TAIL and rows <= half:
             _tile(
                 x, w, w_tiles, out, order, expert, place, rows, n0, token_slot, t, arena, places, ranks, slot_row,
-                N, K, TOP_K, GATED, ACT, RANK_CAP, PLACES_STRIDE, RANKS_STRIDE, SLOTS_POW2, WINDOW,
+                N, K, TOP_K, GATED, ACT, rank_cap, PLACES_STRIDE, RANKS_STRIDE, SLOTS_POW2, WINDOW,
                 half, BLOCK_N, BLOCK_K, STAGES, TMA, WAIT,
             )  # fmt: skip
         else:
             _tile(
                 x, w, w_tiles, out, order, expert, place, rows, n0, token_slot, t, arena, places, ranks, slot_row,
-                N, K, TOP_K, GATED, ACT, RANK_CAP, PLACES_STRIDE, RANKS_STRIDE, SLOTS_POW2, WINDOW,
+                N, K, TOP_K, GATED, ACT, rank_cap, PLACES_STRIDE, RANKS_STRIDE, SLOTS_POW2, WINDOW,
                 BLOCK_M, BLOCK_N, BLOCK_K, STAGES, TMA, WAIT,
             )  # fmt: skip
     elif WAIT == 2:

@@ -13,6 +13,7 @@ NAN = tl.constexpr(2**31 - 1)
 @triton.jit
 def route(
     logits,
+    kv_slots,
     weights,
     ids,
     ROW: tl.constexpr,
@@ -23,11 +24,14 @@ def route(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A token a program. A logit's bits become an int that orders as the logit does: integer maxima over a warp are one
-    instruction."""
+    """A token a program; kv_slots: None, or negative for padding. A logit's bits become an int that orders as the
+    logit does: integer maxima over a warp are one instruction."""
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     k = tl.arange(0, BLOCK_K)
+    live = True
+    if kv_slots is not None:
+        live = tl.load(kv_slots + token) >= 0
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -50,5 +54,5 @@ def route(
     p = tl.exp(chosen - tl.max(x, 0)) / total
     if NORM:
         p = p / tl.sum(tl.where(k < TOP_K, p, 0.0), 0)
-    tl.store(weights + token * TOP_K + k, p, mask=k < TOP_K)
-    tl.store(ids + token * TOP_K + k, experts.to(tl.int64), mask=k < TOP_K)
+    tl.store(weights + token * TOP_K + k, tl.where(live, p, 0.0), mask=k < TOP_K)
+    tl.store(ids + token * TOP_K + k, tl.where(live, experts, -1).to(tl.int64), mask=k < TOP_K)

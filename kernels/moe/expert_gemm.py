@@ -146,7 +146,7 @@ def _launch(
         EXPERTS_POW2=1 << (experts - 1).bit_length(),
         GATED=gated,
         ACT=activate,
-        RANK_CAP=fused.capacity if fused else 0,
+        rank_cap=fused.capacity if fused else 0,
         PLACES_STRIDE=lora.places.stride(0) if lora else 0,
         RANKS_STRIDE=lora.ranks.stride(0) if lora else 0,
         SLOTS_POW2=1 << (batch.slot_row.shape[0] - 1).bit_length() if batch else 1,

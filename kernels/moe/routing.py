@@ -10,32 +10,44 @@ import torch
 from loraplex.kernels.devices import dependent_launch, use_triton
 
 
-def route_reference(logits_TE: torch.Tensor, top_k: int, *, norm: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route_reference(
+    logits_TE: torch.Tensor, top_k: int, *, norm: bool, kv_slots_T: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     logits_TE = logits_TE.float()
     ids_TK = torch.sort(logits_TE, dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights_TK = torch.softmax(logits_TE, dim=-1).gather(-1, ids_TK)
     if norm:
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    if kv_slots_T is not None:
+        padding_T1 = kv_slots_T[:, None] < 0
+        weights_TK, ids_TK = weights_TK.masked_fill(padding_T1, 0), ids_TK.masked_fill(padding_T1, -1)
     return weights_TK, ids_TK
 
 
-def route(logits_TE: torch.Tensor, top_k: int, *, norm: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits_TE: torch.Tensor, top_k: int, *, norm: bool, kv_slots_T: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over all experts in fp32, then the K largest, in descending order; `norm` rescales those to sum 1.
 
     Equal logits: the lower expert first. Returns weights fp32 [T, K] and expert ids int64 [T, K], which are K different
     experts whatever the logits hold; a NaN makes its token's weights NaN.
+
+    kv_slots: int64 [T], where each token's keys go; negative: the token is padding of a graph's bucket. It gets ids −1
+    and weights 0, so that no expert is read for it.
     """
     tokens, num_experts = logits_TE.shape
     assert top_k <= num_experts, (top_k, num_experts)
     if not use_triton(logits_TE) or tokens == 0:
-        return route_reference(logits_TE, top_k, norm=norm)
+        return route_reference(logits_TE, top_k, norm=norm, kv_slots_T=kv_slots_T)
     from loraplex.kernels.moe import _triton_routing as kernels
 
     assert logits_TE.stride(1) == 1, "rows must be contiguous"
+    assert kv_slots_T is None or kv_slots_T.is_contiguous(), kv_slots_T.stride()
     weights_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=logits_TE.device)
     ids_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
     kernels.route[(tokens,)](
         logits_TE,
+        kv_slots_T,
         weights_TK,
         ids_TK,
         ROW=logits_TE.stride(0),

@@ -11,14 +11,12 @@ from tqdm import tqdm
 from loraplex.engine.messages import TokenOut
 from loraplex.engine.request import Request, SamplingParams
 from loraplex.server.bench.offline_flags import Plan, adapters_of
+from loraplex.server.bench.step_time import UnsteadyError, measure_step
 from loraplex.server.bench.target import ordinary_ids
 from loraplex.server.client import EngineClient
 from loraplex.server.engine_api import EngineError
 
-WARM_UP_TOKENS = 4
 PROBE_TOKENS = 8
-ONE_ROUND_FROM = 64
-"""Batches from this size on are timed once, smaller ones twice: their steps are short and vary more."""
 
 
 class CheckError(Exception):
@@ -113,24 +111,19 @@ async def _decode(engine: Engine, plan: Plan, names: list[str], batch: int) -> d
     async def timed(new: int) -> float:
         return await engine.seconds(engine.prompts(batch, plan.prompt_len), new, adapters)
 
-    await timed(WARM_UP_TOKENS)
-    rounds = 1 if batch >= ONE_ROUND_FROM else 2
-    short = min([await timed(plan.short) for _ in range(rounds)])
-    long = min([await timed(plan.long) for _ in range(rounds)])
-    if long <= short:
-        raise CheckError(
-            f"batch {batch}: {plan.long} tokens took {long:.4f} s and {plan.short} took {short:.4f} s, which tells no "
-            "step's time; give a larger --long"
-        )
-    step = (long - short) / (plan.long - plan.short)
+    try:
+        took = await measure_step(timed, plan.short, plan.long)
+    except UnsteadyError as error:
+        raise CheckError(f"batch {batch}: {error}") from error
     return {
         "test": "decode",
         "batch": batch,
-        "short_s": short,
-        "long_s": long,
-        "ms_per_step": 1000 * step,
-        "decode_tokens_per_s": batch / step,
-        "tokens_per_s": batch * plan.long / long,
+        "short_s": took.short,
+        "long_s": took.long,
+        "ms_per_step": 1000 * took.step,
+        "spread_ms_per_step": 1000 * took.spread,
+        "decode_tokens_per_s": batch / took.step,
+        "tokens_per_s": batch * plan.long / took.long,
     }
 
 

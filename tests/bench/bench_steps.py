@@ -1,6 +1,7 @@
 """Steps of Qwen3-30B-A3B geometry (random weights) in this process, without HTTP: ms per decode step, prefill, TTFT.
 
-Decode: N requests of 128 prompt tokens; ms = (T(256 new) − T(32 new)) / 224. Prefill: 16 prompts of 2048 tokens, one
+Decode: N requests of 128 prompt tokens; ms = (T(256 new) − T(32 new)) / 224, of the least of several runs once two
+agree; a contradiction is printed in its place (`server/bench/step_time.py`). Prefill: 16 prompts of 2048 tokens, one
 new token each. TTFT: one of them alone, median of 5. `host` is what the loop spends per step outside of waiting for
 results: it must stay below ms. Without --rank: `none`, a server without adapters. With it: `base` (adapters there, none
 used), `lora1` (all requests on one) and `lora8` (request i on adapter i mod 8).
@@ -9,6 +10,7 @@ used), `lora1` (all requests on one) and `lora8` (request i on adapter i mod 8).
 """
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
@@ -29,6 +31,7 @@ sys.path.append(str(Path(__file__).parent))
 from geometry import QWEN3_30B_A3B  # noqa: E402
 
 from loraplex.engine.launched import LaunchedStep  # noqa: E402
+from loraplex.server.bench.step_time import UnsteadyError, measure_step  # noqa: E402
 
 
 class Waited:
@@ -67,19 +70,21 @@ def prompts_of(count: int, length: int, seed: int) -> list[list[int]]:
 
 
 def report(engine: TestEngine, mode: str, names: list[str | None], batches: list[int], waited: Waited) -> None:
-    run(engine, prompts_of(8, 128, 0), names, 40)  # captures what is captured under way
     cells = []
     for n in batches:
-        best, host = float("inf"), 0.0
-        for repeat in range(2 if n < 64 else 1):
-            prompts = prompts_of(n, 128, repeat)
-            short = run(engine, prompts, names, 32)
+        prompts = prompts_of(n, 128, n)
+
+        async def timed(new: int, prompts: list[list[int]] = prompts) -> float:
             waited.seconds, waited.steps = 0.0, 0
-            long = run(engine, prompts, names, 256)
-            ms = (long - short) / 224 * 1000
-            if ms < best:
-                best, host = ms, (long - waited.seconds) / waited.steps * 1000
-        cells.append(f"N={n}: {best:.2f} ms/step (host {host:.2f})")
+            return run(engine, prompts, names, new)
+
+        try:
+            took = asyncio.run(measure_step(timed, 32, 256))
+        except UnsteadyError as error:
+            cells.append(f"N={n}: {error}")
+            continue
+        host = (asyncio.run(timed(256)) - waited.seconds) / waited.steps
+        cells.append(f"N={n}: {took.step * 1000:.2f} ms/step (spread {took.spread * 1000:.2f}, host {host * 1000:.2f})")
     run(engine, prompts_of(16, 2048, 0), names, 1)
     prefill = 16 * 2048 / run(engine, prompts_of(16, 2048, 1), names, 1)
     ttft = statistics.median(run(engine, prompts_of(1, 2048, 2 + i), names, 1) for i in range(5))

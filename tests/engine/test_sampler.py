@@ -168,3 +168,27 @@ def test_broken_logits_are_flagged_for_their_row_only(logits: torch.Tensor, valu
 def test_all_tokens_banned_by_bias_is_still_a_draw(logits: torch.Tensor) -> None:
     bias = dict.fromkeys(range(V), -100.0)
     assert 0 <= draw(logits[:1], [row(logit_bias=bias)])[0] < V
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+@pytest.mark.parametrize("edited", [{}, {"logit_bias": {3: 0.01}}, {"repetition_penalty": 1.3}, {"min_tokens": 5}])
+def test_bf16_logits_give_what_their_values_in_fp32_give(logits: torch.Tensor, mode: str, edited: dict) -> None:
+    """A bias too small for bf16 counts; the logits stay as they are."""
+    narrow = logits.to(torch.bfloat16)
+    before = narrow.clone()
+    rows = [row(i, seed=i, top_k=i % 7, logprobs=4, **(edited if i % 2 else {})) for i in range(64)]
+    results = []
+    for x in (narrow, narrow.float()):
+        s = sampler(mode)
+        for r in rows:
+            s.start_row(r.row, r.params, [1, 2], [3, 3])
+        results.append(s.sample(x, rows))
+    assert torch.equal(narrow, before)
+    got, expected = results
+    assert torch.equal(got.ids_N, expected.ids_N)
+    assert torch.equal(got.broken_N, expected.broken_N)
+    assert got.top is not None
+    assert expected.top is not None
+    for name in ("chosen_N", "ids_NK", "values_NK"):
+        assert torch.equal(getattr(got.top, name), getattr(expected.top, name)), name
+        assert getattr(got.top, name).dtype == getattr(expected.top, name).dtype

@@ -69,3 +69,15 @@ def test_log_normaliser() -> None:
     x = logits(20, 333) * 10
     x[0, :50] = -torch.inf
     torch.testing.assert_close(sampling.log_normaliser(x), torch.logsumexp(x, dim=-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_logits_give_the_draws_of_their_values_in_fp32(dtype: torch.dtype) -> None:
+    """Rounded logits have many ties, at the end of kept sets too."""
+    for size in (300, 777):
+        x = logits(len(WAYS), size + 3, size).to(dtype)[:, :size]
+        params = draw_params(WAYS, "cpu", size)
+        for got, expected in zip(sampling.draw(x, params), sampling.draw(x.float(), params), strict=True):
+            assert torch.equal(got, expected)
+        assert check_draws(x, params) == 0
+        assert torch.equal(sampling.log_normaliser(x), sampling.log_normaliser(x.float()))

@@ -41,6 +41,7 @@ def test_norm_rotate_store_in_a_cache_of_another_dtype(
     small_ops.check_norm_rotate_store(3, 6, 2, 96, 32, True, "cpu", dtype, cache_dtype, scales)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(5, 8, 2), (3, 60, 4), (2, 5, 5), (2, 200, 32), (0, 4, 1)])
 def test_route(tokens: int, experts: int, top_k: int, norm: bool) -> None:

@@ -52,7 +52,7 @@ def check_draws(logits: torch.Tensor, params: DrawParams) -> int:
     assert torch.equal(broken, expected_broken)
     assert ((ids >= 0) & (ids < logits.shape[1])).all()
     differ = ((ids != expected) & ~broken).nonzero()[:, 0]
-    scores = sampling.shape_logits(logits, params)
+    scores = sampling.shape_logits(logits.float(), params)
     if params.noisy:
         noise = sampling.gumbel_noise(params.seeds_N, params.positions_N.long(), logits.shape[1])
         scores = torch.where(params.temperature_N[:, None] == 0, scores, scores + noise)

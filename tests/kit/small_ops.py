@@ -106,6 +106,13 @@ def check_route(tokens: int, experts: int, top_k: int, norm: bool, device: str, 
         assert ids.dtype == torch.int64
         assert torch.equal(ids, exact_ids)
         torch.testing.assert_close(weights, exact, atol=1e-6, rtol=2e-5)
+        slots = torch.arange(tokens, device=device) - tokens // 2
+        live = slots >= 0
+        some, some_ids = route(x.masked_fill(~live[:, None], torch.nan), top_k, norm=norm, kv_slots_T=slots)
+        assert torch.equal(some[live], weights[live])
+        assert torch.equal(some_ids[live], ids[live])
+        assert (some[~live] == 0).all()
+        assert (some_ids[~live] == -1).all()
 
 
 def check_odd_logits(device: str) -> None:

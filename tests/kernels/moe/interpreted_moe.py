@@ -12,6 +12,7 @@ from loraplex.kernels.moe import forward, tiles
 from loraplex.kernels.moe.forward import moe_lora_forward
 from loraplex.kernels.moe.pairs import max_chunks, order_pairs, order_pairs_reference
 from loraplex.kernels.moe.reference import moe_lora_reference
+from loraplex.kernels.moe.routing import route
 from loraplex.kernels.testing import listed_chunks, plain_batch, random_weights, request_slots
 from loraplex.kernels.tuning import TileConfig
 
@@ -194,3 +195,28 @@ def test_order(tokens, top_k, experts, slots, rows):
     assert listed_chunks(got.chunks) == listed_chunks(want.chunks)
     most = ids.numel() if got.chunks.num is None else max_chunks(ids.numel(), experts, slots, rows)
     assert len(want.chunks.key) <= len(got.chunks.key) == most
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("live", [0, 1, 5])
+def test_padding_changes_no_bit_of_the_step_and_comes_out_as_zero(form, live, adapters):
+    """Tokens 0 … live − 1 of a bucket of 8, routed with the slots of KV as a graph's replay has them."""
+    generator = torch.Generator().manual_seed(live)
+    x, logits = torch.randn(8, 24, generator=generator), torch.randn(8, 4, generator=generator)
+    w13, w2 = torch.randn(4, 32, 24, generator=generator) / 5, torch.randn(4, 24, 16, generator=generator) / 4
+    x[live:], logits[live:] = torch.nan, torch.nan
+    w = random_weights(SMALL, [24, 24, 16], [16, 16, 24], num_experts=4, dtype=torch.float32, std=0.3)
+    slots = torch.where(torch.arange(8) < live, 7 + torch.arange(8), -1)
+
+    def run(tokens):
+        weights, ids = route(logits[:tokens], 2, norm=True, kv_slots_T=slots[:tokens])
+        mine = [i % 4 - 1 for i in range(live)]
+        batch = plain_batch(mine, [1] * live, [2, 0, 1], padding=tokens - live) if adapters else None
+        return moe_lora_forward(x[:tokens], ids, weights, w13, w2, w if adapters else None, batch)
+
+    padded = run(8)
+    assert torch.equal(padded[live:], torch.zeros(8 - live, 24))
+    if live:
+        assert torch.equal(padded[:live], run(live))
+        assert padded[:live].isfinite().all()
