@@ -144,7 +144,7 @@ def _rank_sort(
     pairs, block = ids_TK.numel(), 8
     out = _empty(ids_TK, num_experts, None if chunk_rows is None else pairs, chunk_rows)
     chunks = out.chunks
-    padded = max(16, 1 << (pairs - 1).bit_length())
+    padded = max(64, 1 << (pairs - 1).bit_length())
     kernels.rank_sort[(-(-pairs // block) + -(-(num_experts + 1) // block),)](
         ids_TK,
         token_slot,
