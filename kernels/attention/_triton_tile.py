@@ -34,7 +34,7 @@ def attend(
     """(m, total, acc) after positions begin … end − 1: running maximum (base 2), sum and weighted values of each query.
 
     q [M, D_POW2] are queries at positions `pos`; k and v point at the row's head, `pages` at its page table. Not
-    MASKED: every query sees every position, and the stretch is a multiple of BLOCK_N.
+    MASKED: every query sees every position, and the stretch is a multiple of BLOCK_N. score_scale > 0.
     """
     d = tl.arange(0, D_POW2)
     for n0 in range(begin, end, BLOCK_N):
@@ -57,14 +57,15 @@ def attend(
         else:
             k_tile = tl.load(k_at)
             v_tile = tl.load(v_at)
-        s = tl.dot(q, k_tile.to(q.dtype), input_precision="ieee") * score_scale
+        s = tl.dot(q, k_tile.to(q.dtype), input_precision="ieee")
         if MASKED:
             sees = stored[None, :] & (n[None, :] <= pos[:, None])
             if WINDOW > 0:
                 sees = sees & (n[None, :] > pos[:, None] - WINDOW)
             s = tl.where(sees, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - m_new[:, None])
+        # Scaled after the maximum: one fused multiply-subtract for each score.
+        m_new = tl.maximum(m, tl.max(s, 1) * score_scale)
+        p = tl.exp2(s * score_scale - m_new[:, None])
         shrink = tl.exp2(m - m_new)
         total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(q.dtype), v_tile.to(q.dtype), acc * shrink[:, None], input_precision="ieee")

@@ -49,6 +49,7 @@ def paged_attention(
     assert k_cache.shape[1:] == v_cache.shape[1:], (k_cache.shape, v_cache.shape)
     assert num_heads % k_cache.shape[1] == 0, (q_THD.shape, k_cache.shape)
     assert dim == k_cache.shape[2] <= MAX_HEAD_DIM, (q_THD.shape, k_cache.shape)
+    assert scale * k_scale > 0, (scale, k_scale)
     assert window is None or window >= 1, window
     assert sinks_H is None or (sinks_H.shape == (num_heads,) and sinks_H.dtype == torch.float32), sinks_H
     assert len(plan.query_start_B1) == len(plan.seq_lens_B) + 1 or plan.is_decode, plan
