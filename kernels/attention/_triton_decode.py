@@ -40,28 +40,28 @@ def _join(
     out,
     part,
     at_work,
-    GROUP: tl.constexpr,
-    GROUP_POW2: tl.constexpr,
+    heads,
+    BLOCK_H: tl.constexpr,
     D: tl.constexpr,
     D_POW2: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """out [GROUP, D] = Σ 2^lse · partial / Σ 2^lse over the programs of a row, in their order; the results of GROUP
-    heads start at `part`, one head every num_programs(2).
+    """out [heads, D] = Σ 2^lse · partial / Σ 2^lse over the programs of a row, in their order, for up to BLOCK_H heads;
+    their results start at `part`, one head every num_programs(2).
 
     Other multiprocessors wrote these values: they are read from L2, those of AHEAD programs at a time.
     """
-    h = tl.arange(0, GROUP_POW2)
+    h = tl.arange(0, BLOCK_H)
     d = tl.arange(0, D_POW2)
     s = tl.arange(0, MAX_SPLITS)
-    live_h = h < GROUP
+    live_h = h < heads
     part += h * tl.num_programs(2)
     known = live_h[:, None] & (s < at_work)[None, :]
     logs = tl.load(lse + part[:, None] + s[None, :], mask=known, other=-1.0e30, cache_modifier=".cg")
     most = tl.max(logs, 1)
     total = tl.sum(tl.exp2(logs - most[:, None]), 1)
-    acc = tl.zeros([GROUP_POW2, D_POW2], tl.float32)
+    acc = tl.zeros([BLOCK_H, D_POW2], tl.float32)
     for s0 in range(0, at_work, AHEAD):
         some = s0 + tl.arange(0, AHEAD)
         of = part[None, :] + some[:, None]
@@ -100,7 +100,7 @@ def decode(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_POW2: tl.constexpr,
-    JOINED_POW2: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     D: tl.constexpr,
     D_POW2: tl.constexpr,
     PAGE: tl.constexpr,
@@ -163,7 +163,9 @@ def decode(
         arrival = arrivals + row * tl.num_programs(0) + kv_head
         if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == at_work - 1:
             tl.debug_barrier()
-            all_parts = (row.to(tl.int64) * HEADS + kv_head * GROUP) * splits
-            heads_out = out + (token * HEADS + kv_head * GROUP) * D
-            _join(partial, lse, heads_out, all_parts, at_work, GROUP, JOINED_POW2, D, D_POW2, MAX_SPLITS, AHEAD)
+            for h0 in range(0, GROUP, BLOCK_H):
+                head0 = kv_head * GROUP + h0
+                parts = (row.to(tl.int64) * HEADS + head0) * splits
+                at0 = out + (token * HEADS + head0) * D
+                _join(partial, lse, at0, parts, at_work, GROUP - h0, BLOCK_H, D, D_POW2, MAX_SPLITS, AHEAD)
             tl.store(arrival, 0)

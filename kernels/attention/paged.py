@@ -108,7 +108,8 @@ def _decode(
     assert plan.arrivals.numel() >= rows * kv_heads, (plan.arrivals.shape, rows, kv_heads)
     group_pow2, dim_pow2 = power_of_two(group), max(16, power_of_two(dim))
     # More registers than the loop over keys and values needs would halve the programs of a multiprocessor.
-    ahead = max(1, min(MAX_SPLITS, 2048 * k_cache.element_size() // (group_pow2 * dim_pow2)))
+    block_h = min(group_pow2, 8)
+    ahead = max(1, min(MAX_SPLITS, 2048 * k_cache.element_size() // (block_h * dim_pow2)))
     split = tile.splits > 1
     partial = q_THD.new_empty((rows, heads, tile.splits, dim) if split else 1, dtype=torch.float32)
     lse = q_THD.new_empty((rows, heads, tile.splits) if split else 1, dtype=torch.float32)
@@ -136,7 +137,7 @@ def _decode(
         MIXED=not plan.is_decode,
         BLOCK_N=tile.block_n,
         GROUP_POW2=max(16, group_pow2),
-        JOINED_POW2=group_pow2,
+        BLOCK_H=block_h,
         MAX_SPLITS=MAX_SPLITS,
         AHEAD=ahead,
         num_warps=tile.num_warps,

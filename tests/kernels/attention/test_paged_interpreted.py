@@ -80,6 +80,13 @@ def test_splits_with_sinks_and_padding(monkeypatch, rows, splits):
     check(step, sinks_H=SINKS[:6], window=18)
 
 
+@pytest.mark.parametrize("rows", ["decode", "mixed"])
+@pytest.mark.parametrize("group", [9, 13])
+def test_splits_of_wide_groups(small_tiles, rows, group):
+    """Joined a few heads at a time."""
+    check(make_step(ROWS[rows], heads=2 * group, kv_heads=2, padding_rows=1))
+
+
 @pytest.mark.parametrize("rows", ["decode", "prefill"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16])
 def test_a_cache_of_another_dtype(small_tiles, rows, dtype):
