@@ -12,7 +12,7 @@ import torch
 
 from loraplex.engine.batch import StepPlan
 from loraplex.engine.device import aligned
-from loraplex.kernels.attention.plan import AttentionBackend, AttentionPlan, new_arrivals
+from loraplex.kernels.attention.plan import AttentionBackend, AttentionPlan
 
 Ints = npt.NDArray[np.int64]
 
@@ -60,12 +60,11 @@ class StaticInputs:
         self.device = device
         self.words = torch.zeros(_num_words(tokens, rows), dtype=torch.int32, device=device)
         self.page_table_BP = torch.zeros(rows, width, dtype=torch.int32, device=device)
-        self.arrivals = new_arrivals(rows, device)
 
     def views(self, shape: StepShape, pages: PageTable) -> StepInputs:
         """Inputs of one shape, for capture: padding only, once `clear` has run."""
         table_BP = self.page_table_BP[: shape.rows]
-        return _inputs(_views(self.words, shape.tokens, shape.rows), table_BP, self.arrivals, shape, [], [], pages)
+        return _inputs(_views(self.words, shape.tokens, shape.rows), table_BP, shape, [], [], pages)
 
     def clear(self, shape: StepShape) -> None:
         """Makes the buffers of this shape all padding: a step over them writes no KV."""
@@ -82,7 +81,7 @@ class StaticInputs:
         table_BP = self.page_table_BP[: shape.rows]
         table_BP[: table[0], : table[1]].copy_(staged[words:].view(table))
         views = _views(self.words, shape.tokens, shape.rows)
-        return _inputs(views, table_BP, self.arrivals, shape, plan.num_new, plan.seq_lens, pages)
+        return _inputs(views, table_BP, shape, plan.num_new, plan.seq_lens, pages)
 
 
 def build_inputs(plan: StepPlan, pages: PageTable, device: torch.device) -> StepInputs:
@@ -92,8 +91,7 @@ def build_inputs(plan: StepPlan, pages: PageTable, device: torch.device) -> Step
     on_device = packed.to(device, non_blocking=True)
     table_BP = on_device[_num_words(shape.tokens, shape.rows) :].view(table)
     views = _views(on_device, shape.tokens, shape.rows)
-    arrivals = new_arrivals(shape.rows, device)
-    return _inputs(views, table_BP, arrivals, shape, plan.num_new, plan.seq_lens, pages, is_mixed=1 in plan.num_new)
+    return _inputs(views, table_BP, shape, plan.num_new, plan.seq_lens, pages, is_mixed=1 in plan.num_new)
 
 
 def known_ids(ids_T: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
@@ -182,7 +180,6 @@ def _views(words: torch.Tensor, tokens: int, rows: int) -> dict[str, torch.Tenso
 def _inputs(
     views: dict[str, torch.Tensor],
     table_BP: torch.Tensor,
-    arrivals: torch.Tensor,
     shape: StepShape,
     query_lens: list[int],
     seq_lens: list[int],
@@ -202,7 +199,6 @@ def _inputs(
             page_size=pages.page_size,
             is_decode=shape.is_decode,
             is_mixed=is_mixed and not shape.is_decode,
-            arrivals=arrivals,
             backend=pages.backend,
         ),
         sample_at_B=views["sample_at"],

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""One query per row: a row's positions are shared by several programs, the last of which joins their results in order.
+"""One query per row: a row's positions are shared by several programs, whose results a second kernel joins in order.
 
 PDL (programmatic dependent launch): a kernel may start while its predecessor still runs. Every program first waits.
 """
@@ -33,47 +33,6 @@ def _token_of(row, query_start, MIXED: tl.constexpr):
     return token.to(tl.int64), single
 
 
-@triton.jit
-def _join(
-    partial,
-    lse,
-    out,
-    part,
-    at_work,
-    heads,
-    BLOCK_H: tl.constexpr,
-    D: tl.constexpr,
-    D_POW2: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """out [heads, D] = Σ 2^lse · partial / Σ 2^lse over the programs of a row, in their order, for up to BLOCK_H heads;
-    their results start at `part`, one head every num_programs(2).
-
-    Other multiprocessors wrote these values: they are read from L2, those of AHEAD programs at a time.
-    """
-    h = tl.arange(0, BLOCK_H)
-    d = tl.arange(0, D_POW2)
-    s = tl.arange(0, MAX_SPLITS)
-    live_h = h < heads
-    part += h * tl.num_programs(2)
-    known = live_h[:, None] & (s < at_work)[None, :]
-    logs = tl.load(lse + part[:, None] + s[None, :], mask=known, other=-1.0e30, cache_modifier=".cg")
-    most = tl.max(logs, 1)
-    total = tl.sum(tl.exp2(logs - most[:, None]), 1)
-    acc = tl.zeros([BLOCK_H, D_POW2], tl.float32)
-    for s0 in range(0, at_work, AHEAD):
-        some = s0 + tl.arange(0, AHEAD)
-        of = part[None, :] + some[:, None]
-        live = live_h[None, :] & (some < at_work)[:, None]
-        at = partial + of[:, :, None] * D + d[None, None, :]
-        values = tl.load(at, mask=live[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg")
-        log = tl.load(lse + of, mask=live, other=-1.0e30, cache_modifier=".cg")
-        acc += tl.sum(values * tl.exp2(log - most[None, :])[:, :, None], 0)
-    result = (acc / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + h[:, None] * D + d[None, :], result, mask=live_h[:, None] & (d < D)[None, :])
-
-
 @triton.jit(do_not_specialize=["table_row", "min_share"], do_not_specialize_on_alignment=TABLES)
 def decode(
     q,
@@ -82,7 +41,6 @@ def decode(
     out,
     partial,
     lse,
-    arrivals,
     page_table,
     seq_lens,
     query_start,
@@ -100,7 +58,6 @@ def decode(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_POW2: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     D: tl.constexpr,
     D_POW2: tl.constexpr,
     PAGE: tl.constexpr,
@@ -108,16 +65,10 @@ def decode(
     HAS_SINKS: tl.constexpr,
     MIXED: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: key/value heads, rows, splits. What several programs do of a row goes through fp32 partial results [B,
-    HEADS, splits, D] and the base-2 logs of their sums [B, HEADS, splits].
-
-    arrivals [B, key/value heads]: programs that have written theirs; 0 before the launch and after it. Launches that
-    may run at the same time must not share them: the wait comes before the first count.
-    """
+    """Grid: key/value heads, rows, splits. A row that one program does alone is done; else fp32 partial results
+    [B, HEADS, splits, D] and the base-2 logs of their sums."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -158,14 +109,44 @@ def decode(
         part = (row.to(tl.int64) * HEADS + head) * splits + split
         tl.store(partial + part[:, None] * D + d[None, :], result, mask=live)
         tl.store(lse + part, m + tl.log2(total), mask=h < GROUP)
-        # All warps have written before one thread counts; who counts last sees what all the others wrote.
-        tl.debug_barrier()
-        arrival = arrivals + row * tl.num_programs(0) + kv_head
-        if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == at_work - 1:
-            tl.debug_barrier()
-            for h0 in range(0, GROUP, BLOCK_H):
-                head0 = kv_head * GROUP + h0
-                parts = (row.to(tl.int64) * HEADS + head0) * splits
-                at0 = out + (token * HEADS + head0) * D
-                _join(partial, lse, at0, parts, at_work, GROUP - h0, BLOCK_H, D, D_POW2, MAX_SPLITS, AHEAD)
-            tl.store(arrival, 0)
+
+
+@triton.jit(do_not_specialize=["splits", "min_share"], do_not_specialize_on_alignment=TABLES)
+def join(
+    partial,
+    lse,
+    out,
+    seq_lens,
+    query_start,
+    splits,
+    min_share,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    D_POW2: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MIXED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out = Σ 2^lse · partial / Σ 2^lse over the programs of a row. Grid: HEADS, rows."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    token, single = _token_of(row, query_start, MIXED)
+    if not single:
+        return
+    _, _, at_work = _stretch(tl.load(seq_lens + row), splits, min_share, WINDOW, BLOCK_N)
+    if at_work <= 1:
+        return
+    s = tl.arange(0, MAX_SPLITS)
+    d = tl.arange(0, D_POW2)
+    part = (row.to(tl.int64) * HEADS + head) * splits + s
+    logs = tl.load(lse + part, mask=s < at_work, other=float("-inf"))
+    weight = tl.exp2(logs - tl.max(logs, 0))
+    live = (s < at_work)[:, None] & (d < D)[None, :]
+    values = tl.load(partial + part[:, None] * D + d[None, :], mask=live, other=0.0)
+    result = tl.sum(values * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(out + (token * HEADS + head) * D + d, result.to(out.dtype.element_ty), mask=d < D)

@@ -12,6 +12,7 @@ import torch
 from loraplex.kernels.attention.plan import AttentionPlan
 from loraplex.kernels.attention.reference import Masking, paged_attention_reference
 from loraplex.kernels.attention.tiles import (
+    FEW_SPLITS,
     MAX_SPLITS,
     DecodeTile,
     PrefillTile,
@@ -98,18 +99,22 @@ def _decode(
     tile: DecodeTile | None,
 ) -> None:
     """Rows of one new token: all in a decode step, those that the device finds in a mixed one."""
-    from loraplex.kernels.attention._triton_decode import decode
+    from loraplex.kernels.attention._triton_decode import decode, join
 
     (_, heads, dim), kv_heads, rows = q_THD.shape, k_cache.shape[1], len(plan.seq_lens_B)
     group = heads // kv_heads
     tile = tile or decode_tile(rows, kv_heads, group, dim, q_THD.element_size())
     assert tile.min_share % tile.block_n == 0, tile
     assert tile.splits <= MAX_SPLITS, tile
-    assert plan.arrivals.numel() >= rows * kv_heads, (plan.arrivals.shape, rows, kv_heads)
-    group_pow2, dim_pow2 = power_of_two(group), max(16, power_of_two(dim))
-    # More registers than the loop over keys and values needs would halve the programs of a multiprocessor.
-    block_h = min(group_pow2, 8)
-    ahead = max(1, min(MAX_SPLITS, 2048 * k_cache.element_size() // (block_h * dim_pow2)))
+    shared: dict[str, Any] = {
+        "HEADS": heads,
+        "D": dim,
+        "D_POW2": max(16, power_of_two(dim)),
+        "WINDOW": masking.window or 0,
+        "MIXED": not plan.is_decode,
+        "BLOCK_N": tile.block_n,
+        **dependent_launch(q_THD.device),
+    }
     split = tile.splits > 1
     partial = q_THD.new_empty((rows, heads, tile.splits, dim) if split else 1, dtype=torch.float32)
     lse = q_THD.new_empty((rows, heads, tile.splits) if split else 1, dtype=torch.float32)
@@ -120,7 +125,6 @@ def _decode(
         out_THD,
         partial,
         lse,
-        plan.arrivals,
         plan.page_table_BP,
         plan.seq_lens_B,
         plan.query_start_B1,
@@ -130,20 +134,25 @@ def _decode(
         plan.page_table_BP.stride(0),
         tile.min_share,
         **_layout(q_THD, k_cache, v_cache, plan, masking),
-        HEADS=heads,
-        D=dim,
-        D_POW2=dim_pow2,
-        WINDOW=masking.window or 0,
-        MIXED=not plan.is_decode,
-        BLOCK_N=tile.block_n,
-        GROUP_POW2=max(16, group_pow2),
-        BLOCK_H=block_h,
-        MAX_SPLITS=MAX_SPLITS,
-        AHEAD=ahead,
+        **shared,
+        GROUP_POW2=max(16, power_of_two(group)),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **dependent_launch(q_THD.device),
     )
+    if split:
+        few = tile.splits <= FEW_SPLITS
+        join[(heads, rows)](
+            partial,
+            lse,
+            out_THD,
+            plan.seq_lens_B,
+            plan.query_start_B1,
+            tile.splits,
+            tile.min_share,
+            **shared,
+            MAX_SPLITS=FEW_SPLITS if few else MAX_SPLITS,
+            num_warps=1 if few else 4,
+        )
 
 
 def _prefill(

@@ -6,14 +6,6 @@ from typing import Literal
 import torch
 
 AttentionBackend = Literal["auto", "triton", "torch"]
-MAX_KV_HEADS = 256
-"""Of one rank."""
-NO_ARRIVALS = torch.empty(0, dtype=torch.int32)
-
-
-def new_arrivals(rows: int, device: torch.device) -> torch.Tensor:
-    """For plans of up to `rows` rows and any model."""
-    return torch.zeros(rows * MAX_KV_HEADS, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
@@ -46,8 +38,5 @@ class AttentionPlan:
     is_mixed: bool = True
     """Rows of one token may stand beside longer ones: they then go to the decode kernel, in launches of their own.
     False saves these launches; right in any case, slow for rows of one token with a long context."""
-    arrivals: torch.Tensor = NO_ARRIVALS
-    """int32 zeros, as `new_arrivals` makes them: what the decode kernel counts in, and leaves 0. Plans of one
-    stream may share them, plans whose steps may run at the same time must not. The torch reference needs none."""
     backend: AttentionBackend = "auto"
     """auto: Triton on CUDA, torch on CPU."""

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from loraplex.kernels.attention import paged
-from loraplex.kernels.attention.plan import AttentionPlan, new_arrivals
+from loraplex.kernels.attention.plan import AttentionPlan
 from loraplex.kernels.attention.reference import Masking
 from loraplex.kernels.attention.tiles import MAX_SPLITS, DecodeTile, PrefillTile, decode_tile, prefill_tile
 
@@ -122,7 +122,7 @@ def make_case(name: str, rows: list[tuple[int, int]], cache: torch.dtype) -> Cas
         query_start_B1=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32, device="cuda"),
         seq_lens_B=torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
         query_lens=query_lens, seq_lens=seq_lens, page_size=PAGE, is_decode=decode,
-        is_mixed=not decode and 1 in query_lens, arrivals=new_arrivals(len(rows), torch.device("cuda")),
+        is_mixed=not decode and 1 in query_lens,
     )  # fmt: skip
     k, v = (normal(sum(counts) * PAGE, KV_HEADS, DIM).to(cache) for _ in range(2))
     return Case(name, rows, normal(tokens, HEADS, DIM), k, v, plan)

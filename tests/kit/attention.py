@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.kernels.attention.paged import paged_attention
-from loraplex.kernels.attention.plan import AttentionBackend, AttentionPlan, new_arrivals
+from loraplex.kernels.attention.plan import AttentionBackend, AttentionPlan
 from loraplex.kernels.attention.reference import FP8, store_kv_reference
 
 
@@ -136,7 +136,6 @@ def make_step(
         page_size=page_size,
         is_decode=is_decode,
         is_mixed=is_mixed,
-        arrivals=new_arrivals(len(rows) + padding_rows, torch.device(device)),
         backend=backend,
     )
     junk = torch.full((padding_tokens, kv_heads, dim), torch.nan, dtype=dtype, device=device)

@@ -8,7 +8,6 @@ import torch
 from kit.attention import Step, make_step
 
 from loraplex.kernels.attention.paged import paged_attention, triton_attention
-from loraplex.kernels.attention.plan import new_arrivals
 from loraplex.kernels.attention.reference import Masking
 from loraplex.kernels.attention.tiles import DecodeTile
 
@@ -109,7 +108,6 @@ def test_graph_replay_with_other_lengths_and_pages(bucket, tokens, sinks):
         query_lens=[],
         seq_lens=[],
         is_decode=is_decode,
-        arrivals=new_arrivals(bucket, torch.device("cuda")),
     )
     q = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16, device="cuda")
     graph, out = captured(lambda: paged_attention(q, first.k_cache, first.v_cache, plan, scale=dim**-0.5, **options))
@@ -131,14 +129,12 @@ def test_graph_replay_with_other_lengths_and_pages(bucket, tokens, sinks):
         graph.replay()
         assert_near(out[: step.tokens], step.expected(**options), TOLERANCE[torch.bfloat16])
         assert (out[step.tokens :] == 0).all()
-        assert (plan.arrivals == 0).all()
 
 
 @pytest.mark.parametrize("padding", [0, 7])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 4, 128), (8, 8, 64), (71, 1, 96)])
 def test_replays_join_many_or_few_splits(heads, kv_heads, dim, padding):
-    """Rows of 1 … 64 programs at work, other lengths at each replay: the last program of a row to finish joins, and
-    which one that is must not be seen. With padding, in a mixed step's decode part."""
+    """Rows of 1 … 64 programs at work, other lengths at each replay. With padding, in a mixed step's decode part."""
     rows, page_size, splits, share = 64, 16, 64, 64
     rng = random.Random(heads)
     step = gpu_step([(1, i * share + 1 + i % share) for i in range(rows)], heads=heads, kv_heads=kv_heads, dim=dim,
@@ -159,7 +155,6 @@ def test_replays_join_many_or_few_splits(heads, kv_heads, dim, padding):
         graph.replay()
         first = seen.setdefault(choice, out[0].clone())
         assert all(torch.equal(layer, first) for layer in out)
-        assert (step.plan.arrivals == 0).all()
     assert_near(seen[0][: step.tokens], step.expected(), TOLERANCE[torch.bfloat16])
     for choice, lengths in enumerate(choices):
         one = DecodeTile(block_n=32, splits=1, min_share=share), None

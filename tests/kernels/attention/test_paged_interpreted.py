@@ -37,7 +37,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(step, **options):
     out = step.run(**options)
-    assert (step.plan.arrivals == 0).all()
     expected = step.expected(**options)
     tolerance = TOLERANCE[step.q_THD.dtype]
     torch.testing.assert_close(out[: step.tokens].float(), expected, atol=tolerance, rtol=tolerance)
@@ -83,7 +82,6 @@ def test_splits_with_sinks_and_padding(monkeypatch, rows, splits):
 @pytest.mark.parametrize("rows", ["decode", "mixed"])
 @pytest.mark.parametrize("group", [9, 13])
 def test_splits_of_wide_groups(small_tiles, rows, group):
-    """Joined a few heads at a time."""
     check(make_step(ROWS[rows], heads=2 * group, kv_heads=2, padding_rows=1))
 
 
@@ -123,7 +121,7 @@ def test_a_launch_does_not_depend_on_what_the_tensors_hold(monkeypatch, rows):
     from loraplex.kernels.attention import _triton_decode, _triton_prefill
 
     recorder = Recorder()
-    for module, kernel in ((_triton_decode, "decode"), (_triton_prefill, "prefill")):
+    for module, kernel in ((_triton_decode, "decode"), (_triton_decode, "join"), (_triton_prefill, "prefill")):
         monkeypatch.setattr(module, kernel, recorder)
     more = [(new, length + 500) for new, length in ROWS[rows]]
     launches = []
@@ -132,4 +130,4 @@ def test_a_launch_does_not_depend_on_what_the_tensors_hold(monkeypatch, rows):
         make_step(lengths, table_width=200, num_pages=900).run()
         launches.append(recorder.launches)
     assert launches[0] == launches[1]
-    assert len(launches[0]) == (1 if rows == "decode" else 2)
+    assert len(launches[0]) == (2 if rows == "decode" else 3)
