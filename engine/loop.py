@@ -180,13 +180,14 @@ class EngineLoop:
     # ---- messages
 
     def _read(self, connection: Connection) -> None:
-        while True:
-            try:
-                data = connection.recv_bytes()
-            except (EOFError, OSError):
-                self.inbox.put(None)
-                return
-            self.inbox.put(decode_front(data))
+        try:
+            while True:
+                self.inbox.put(decode_front(connection.recv_bytes()))
+        except (EOFError, OSError):
+            pass
+        except Exception:  # an engine that no longer hears must not stay, or everyone waits for it
+            log.exception("a message from the front is not understood; the engine ends")
+        self.inbox.put(None)
 
     def _receive(self) -> bool:
         """Handles all messages waiting; with nothing to run, waits for one until the next heartbeat is due."""
