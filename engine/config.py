@@ -94,13 +94,15 @@ def _check_amount(flag_name: str, text: str) -> None:
 
 def _check_names(flag_name: str, names: Sequence[str]) -> None:
     """Names share one space with `served:adapter`, so none may hold a colon."""
+    seen = set()
     for name in names:
         if not name or name != name.strip() or not name.isprintable():
             raise ValueError(f"{flag_name}: {name!r} is empty, has space around it or is not printable")
         if ":" in name:
             raise ValueError(f"{flag_name}: the name {name!r} may not contain ':' (it separates model and adapter)")
-        if names.count(name) > 1:
+        if name in seen:
             raise ValueError(f"{flag_name}: the name {name!r} is given twice")
+        seen.add(name)
 
 
 @dataclass(frozen=True, kw_only=True)

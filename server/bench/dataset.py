@@ -24,9 +24,13 @@ class Item:
 
 
 def read_dataset(path: Path, *, chat: bool) -> list[Item]:
-    """Raises ValueError naming file and line, OSError."""
+    """Raises ValueError naming file and line."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"--dataset {path}: {error.strerror}") from None
     items = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(data.splitlines(), 1):
         if not line.strip():
             continue
         try:

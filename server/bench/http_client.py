@@ -5,12 +5,13 @@ Connections are kept and used again. No redirects, proxies or compression.
 """
 
 import asyncio
-import json
 import ssl
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+
+import orjson
 
 READ_BYTES = 65536
 LONGEST_HEAD = 65536
@@ -104,7 +105,9 @@ class Response:
             return
         if "content-length" not in self._headers:
             raise ProtocolError("the answer has neither Content-Length nor chunks")
-        left = int(self._headers["content-length"])
+        if not (length := self._headers["content-length"]).isdecimal():
+            raise ProtocolError(f"bad Content-Length {length[:20]!r}")
+        left = int(length)
         while left:
             data = await self._read(min(left, READ_BYTES))
             left -= len(data)
@@ -132,11 +135,19 @@ def _parse_head(head: bytes) -> tuple[int, dict[str, str]]:
 class HTTPClient:
     def __init__(self, base_url: str, api_key: str | None) -> None:
         """base_url: with or without `/v1`. Raises ValueError."""
-        url = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
-        if url.scheme not in ("http", "https") or not url.hostname:
+        try:
+            url = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
+            port = url.port
+        except ValueError as error:
+            raise ValueError(f"--base-url {base_url}: {error}") from None
+        usable = url.scheme in ("http", "https") and url.hostname and not url.query and not url.fragment
+        if not usable or any(character.isspace() for character in base_url):
             raise ValueError(f"--base-url {base_url}: expected something like http://127.0.0.1:8000")
+        if api_key is not None and (not api_key.isascii() or not api_key.isprintable()):
+            raise ValueError("--api-key (or OPENAI_API_KEY): printable ASCII characters are expected")
+        assert url.hostname is not None
         self._host = url.hostname
-        self._port = url.port or (443 if url.scheme == "https" else 80)
+        self._port = port or (443 if url.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
         self._prefix = url.path.rstrip("/").removesuffix("/v1")
         authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
@@ -144,12 +155,15 @@ class HTTPClient:
         self._idle: list[Connection] = []
 
     async def get(self, path: str) -> Any:
-        """JSON of an answer with status 200. Raises ProtocolError or OSError."""
+        """JSON of an answer with status 200. Raises ProtocolError, OSError, or UnicodeError for a host's name."""
         response = await self._send(f"GET {self._prefix}{path} HTTP/1.1\r\n{self._headers}\r\n".encode())
         body = await response.body()
         if response.status != 200:
             raise ProtocolError(f"GET {path} answered {response.status}: {body[:200].decode(errors='replace')}")
-        return json.loads(body)
+        try:
+            return orjson.loads(body)
+        except ValueError as error:
+            raise ProtocolError(f"GET {path} answered no JSON: {error}") from None
 
     async def post(self, path: str, body: bytes) -> Response:
         """Returns with the answer's head. Raises ProtocolError or OSError."""

@@ -74,8 +74,8 @@ class _Stream:
             raise _FailedError("stream", _message(event))
         if usage := event.get("usage"):
             self.has_usage = True
-            self._outcome.prompt_tokens = usage["prompt_tokens"]
-            self._outcome.output_tokens = usage["completion_tokens"]
+            self._outcome.prompt_tokens = _token_count(usage, "prompt_tokens")
+            self._outcome.output_tokens = _token_count(usage, "completion_tokens")
         choices = event.get("choices", ())
         is_first = self._outcome.ttft is None
         if any(_has_token(choice) or (is_first and choice.get("finish_reason")) for choice in choices):
@@ -84,6 +84,12 @@ class _Stream:
             else:
                 self._outcome.gaps.append(now - self._last)
             self._last = now
+
+
+def _token_count(usage: dict[str, Any], name: str) -> int:
+    if type(count := usage[name]) is not int or count < 0:
+        raise ValueError(f"usage.{name} is {count!r}")
+    return count
 
 
 def _has_token(choice: dict[str, Any]) -> bool:

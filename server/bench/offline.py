@@ -46,8 +46,12 @@ def main(argv: Sequence[str]) -> int:
         print("loraplex bench offline: stopped before the end", file=sys.stderr)
         return 130
     print("\n".join(lines(result)))
-    if plan.output is not None:
-        plan.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    try:
+        if plan.output is not None:
+            plan.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"loraplex bench offline: error: --output: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

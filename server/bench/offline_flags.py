@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from loraplex.engine.config import Config
+from loraplex.server.bench.output_file import output_file
 from loraplex.server.flags import parse as parse_engine
 from loraplex.server.setting_sources import FlagError
 
 TESTS = ("decode", "prefill", "ttft")
+MOST_ADAPTERS = 9999
+"""Of a mode loraK."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--dummy-adapters", type=_count, metavar="N", help="random adapters d0, d1, … on every site")
     parser.add_argument("--dummy-rank", type=_count, default=16, metavar="R", help="their rank (default: 16)")
     parser.add_argument("--prompt-seed", type=int, default=0, metavar="N", help="of the random prompts (default: 0)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
     return parser
 
@@ -78,6 +81,10 @@ def parse(argv: Sequence[str]) -> tuple[Config, Plan]:
     """Raises FlagError; `--help` prints and exits."""
     args, rest = parser().parse_known_args(argv)
     if args.dummy_adapters is not None:
+        if args.dummy_adapters > MOST_ADAPTERS:
+            raise FlagError(
+                f"--dummy-adapters {args.dummy_adapters} is more than {MOST_ADAPTERS}, the most a mode asks"
+            )
         specs = [f"d{i}=dummy:rank={args.dummy_rank},seed={i}" for i in range(args.dummy_adapters)]
         rest = [*rest, "--lora-paths", *specs]
     config = parse_engine(rest, prog="loraplex bench offline")

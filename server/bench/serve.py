@@ -91,7 +91,7 @@ async def _prepare(
     client: HTTPClient, args: argparse.Namespace
 ) -> tuple[list[BenchRequest], list[BenchRequest], dict[str, Any]]:
     """(requests, warm-up requests, what the report says of the set-up). Raises ValueError naming the flag."""
-    served = await served_models(client)
+    served = await _served(client, args)
     model = args.model or next(iter(served.base), None)
     if model is None:
         raise ValueError("the server lists no base model: give --model")
@@ -113,6 +113,18 @@ async def _prepare(
         warmup = _random(args, maker, served, names[: args.warmup], args.seed + 1)
     setup = {name: _plain(value) for name, value in vars(args).items() if name not in SECRET}
     return requests, warmup, setup | {"model": model, "adapters": adapters, "num_prompts": count}
+
+
+async def _served(client: HTTPClient, args: argparse.Namespace) -> ServedModels:
+    """Raises ValueError naming the URL."""
+    try:
+        async with asyncio.timeout(args.timeout):
+            return await served_models(client)
+    except TimeoutError:
+        problem = f"GET /v1/models: no answer after {args.timeout:g} s (--timeout)"
+    except (OSError, ProtocolError, ValueError) as error:
+        problem = str(error)
+    raise ValueError(f"--base-url {args.base_url}: {problem}")
 
 
 def _random(
@@ -151,9 +163,14 @@ def _tokenizer(folder: Path) -> tuple[Callable[[list[int]], str], Sequence[int]]
     path = folder / "tokenizer.json" if folder.is_dir() else folder
     if not path.is_file():
         raise ValueError(f"--tokenizer: {path} is not a file")
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # it has no class of its own
+        raise ValueError(f"--tokenizer: {path}: {error}") from None
     added = tokenizer.get_added_tokens_decoder()
     ids = [id for id in sorted(tokenizer.get_vocab(with_added_tokens=True).values()) if id not in added]
+    if not ids:
+        raise ValueError(f"--tokenizer: {path}: every token is a special one")
     return lambda chosen: str(tokenizer.decode(chosen)), ids
 
 

@@ -1,11 +1,13 @@
 """The flags of `loraplex bench serve`."""
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+import orjson
+
+from loraplex.server.bench.output_file import output_file
 from loraplex.server.bench.workload import check_popularity
 
 
@@ -22,14 +24,16 @@ def parser() -> argparse.ArgumentParser:
     _prompts(parser.add_argument_group("requests"))
     _adapters(parser.add_argument_group("adapters"))
     out = parser.add_argument_group("output")
-    out.add_argument("--output", type=Path, metavar="FILE", help="write the report as JSON")
+    out.add_argument("--output", type=output_file, metavar="FILE", help="write the report as JSON")
     out.add_argument("--no-progress", action="store_true", help="show no progress bar")
     return parser
 
 
 def _server(group: Any) -> None:
     group.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="with or without /v1")
-    group.add_argument("--model", metavar="NAME", help="the base model (default: the first that /v1/models lists)")
+    group.add_argument(
+        "--model", type=_name, metavar="NAME", help="the base model (default: the first that /v1/models lists)"
+    )
     group.add_argument("--api-key", metavar="KEY", help="bearer token (default: OPENAI_API_KEY)")
     group.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
     group.add_argument(
@@ -95,7 +99,7 @@ def _prompts(group: Any) -> None:
         help='JSONL instead of random prompts: {"prompt" | "messages", "max_tokens"?, "adapter"?}',
     )
     group.add_argument("--ignore-eos", action="store_true", help="every answer has its max_tokens, or has failed")
-    group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="default: 0, greedy")
+    group.add_argument("--temperature", type=_temperature, default=0.0, metavar="X", help="default: 0, greedy")
     group.add_argument(
         "--extra-body", type=_json_object, default={}, metavar="JSON", help="more fields of each request"
     )
@@ -149,6 +153,10 @@ def _positive(text: str) -> float:
     return _number(text, 1e-3, 1e9, "a positive number")
 
 
+def _temperature(text: str) -> float:
+    return _number(text, 0, 1e3, "a temperature from 0 up")
+
+
 def _share(text: str) -> float:
     return _number(text, 0, 1, "between 0 and 1")
 
@@ -165,16 +173,19 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _name(text: str) -> str:
+    if not text or not text.isprintable():  # bytes that are no UTF-8 arrive as surrogates, which are not printable
+        raise argparse.ArgumentTypeError(f"{text!r}: a name is empty or not printable")
+    return text
+
+
 def _names(text: str) -> list[str]:
-    names = text.split(",")
-    if "" in names:
-        raise argparse.ArgumentTypeError(f"{text!r}: an empty name")
-    return names
+    return [_name(name) for name in text.split(",")]
 
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = orjson.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
     if not isinstance(value, dict):

@@ -95,7 +95,7 @@ def _weights(popularity: str, count: int) -> list[float] | None:
         case "skewed":
             return [SKEWED_SHARE] + [(1 - SKEWED_SHARE) / max(1, count - 1)] * (count - 1)
         case "zipf":
-            return [1 / k ** float(exponent or 1) for k in range(1, count + 1)]
+            return [float(k) ** -float(exponent or 1) for k in range(1, count + 1)]
     return [1.0] * count
 
 

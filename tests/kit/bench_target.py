@@ -24,6 +24,10 @@ class Target:
     """Seconds between tokens."""
     fault: Callable[[dict[str, Any], int], str | None] = lambda body, number: None
     """(body, number of the request) → status, `event`, `cut`, `no_usage`, `short`, `close`; None: all is well."""
+    models: bytes | None = json.dumps({"data": CARDS}).encode()
+    """Answer to GET; None: none at all."""
+    usage: Any = ...
+    """What `usage` says instead of the counts."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     connections: int = 0
     most_at_once: int = 0
@@ -47,7 +51,9 @@ class Target:
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         if head.startswith("GET"):
-            return _plain(writer, "200", {"data": CARDS})
+            if self.models is None:
+                await asyncio.Event().wait()
+            return _plain(writer, "200", self.models)
         [length] = [int(line[15:]) for line in head.splitlines() if line.lower().startswith("content-length:")]
         body = json.loads(await reader.readexactly(length))
         self.bodies.append(body)
@@ -60,7 +66,7 @@ class Target:
 
     async def _stream(self, writer: asyncio.StreamWriter, body: dict[str, Any], fault: str | None) -> bool:
         if fault is not None and fault.isdecimal():
-            return _plain(writer, fault, {"error": {"message": f"no, {fault}", "code": None}})
+            return _plain(writer, fault, json.dumps({"error": {"message": f"no, {fault}", "code": None}}).encode())
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         chat, count = "messages" in body, body["max_tokens"] - (fault == "short")
         if chat:
@@ -77,7 +83,10 @@ class Target:
                 _event(writer, {"error": {"message": "the engine has stopped", "code": "engine_dead"}})
         if fault != "no_usage":
             size = len(body["messages"][0]["content"].split()) if chat else len(body["prompt"])
-            _event(writer, {"choices": [], "usage": {"prompt_tokens": size, "completion_tokens": count}})
+            usage = {"prompt_tokens": size, "completion_tokens": count}
+            if self.usage is not ...:
+                usage = dict.fromkeys(usage, self.usage)
+            _event(writer, {"choices": [], "usage": usage})
         _chunk(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
         return fault != "close"
@@ -91,8 +100,7 @@ def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
-def _plain(writer: asyncio.StreamWriter, status: str, body: dict[str, Any]) -> bool:
-    data = json.dumps(body).encode()
+def _plain(writer: asyncio.StreamWriter, status: str, data: bytes) -> bool:
     writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     return True
 

@@ -143,6 +143,13 @@ def test_an_unknown_vocabulary_names_the_flags(bench: Run, capsys: pytest.Captur
         ("--adapters", "a,,b"),
         ("--adapters", "a", "--adapters-from-server"),
         ("--extra-body", "[1]"),
+        ("--extra-body", '{"x": NaN}'),
+        ("--temperature", "nan"),
+        ("--temperature", "-1"),
+        ("--model", "\udcff"),
+        ("--adapters", "a,\udcff"),
+        ("--output", "/dev/null/report.json"),
+        ("--output", "/"),
     ],
 )
 def test_wrong_usage_exits_with_2(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,6 +159,77 @@ def test_wrong_usage_exits_with_2(flags: tuple[str, ...], capsys: pytest.Capture
         main(["bench", "serve", *flags])
     assert caught.value.code == 2
     assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:99999", "Port out of range"),
+        ("http://127.0.0.1:x", "Port"),
+        ("http://[::1", "IPv6"),
+        ("ftp://127.0.0.1", "expected something like"),
+        ("http://127.0.0.1:9/?v=1", "expected something like"),
+        ("http://a b", "expected something like"),
+        ("http://127.0.0.1:9", "Connect call failed"),
+        (f"http://{'x' * 70}.test", "label"),
+    ],
+)
+def test_a_wrong_url_is_named(url: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from loraplex.server.cli import main
+
+    assert main(["bench", "serve", "--base-url", url]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"--base-url {url}: " in line
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "no answer after 0.3 s (--timeout)"),
+        (b"<html>", "answered no JSON"),
+        (b"[" * 9000, "answered no JSON"),
+        (b'{"data": 5}', "not the OpenAI API"),
+    ],
+)
+def test_a_server_of_something_else(
+    bench: Run, capsys: pytest.CaptureFixture[str], answer: bytes | None, words: str
+) -> None:
+    status, result = bench(Target(models=answer), *SMALL, "--timeout", "0.3")
+    assert (status, result) == (1, {})
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [None, "7", -1, 1.5, True])
+def test_a_usage_that_counts_nothing(bench: Run, count: Any) -> None:
+    status, result = bench(Target(usage=count), *SMALL, "--warmup", "0")
+    assert status == 1
+    assert result["failures"]["stream"]["count"] == 12
+    assert f"usage.prompt_tokens is {count!r}" in result["failures"]["stream"]["first"]
+
+
+def test_a_key_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from loraplex.server.cli import main
+
+    assert main(["bench", "serve", "--api-key", "a\r\nX: y"]) == 1
+    assert "--api-key" in capsys.readouterr().err
+
+
+def test_a_broken_tokenizer_is_named(bench: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert bench(Target(), "--tokenizer", str(tmp_path))[0] == 1
+    assert f"--tokenizer: {tmp_path}/tokenizer.json" in capsys.readouterr().err
+
+
+def test_steep_popularity(bench: Run) -> None:
+    target = Target()
+    assert bench(target, *SMALL, "--adapters", "a,b", "--popularity", "zipf:1e9")[0] == 0
+    assert {body["model"] for body in target.bodies} == {"a"}
+
+
+def test_a_missing_dataset_names_its_flag(bench: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(Target(), "--dataset", str(tmp_path / "none"))[0] == 1
+    assert f"--dataset {tmp_path / 'none'}: " in capsys.readouterr().err
 
 
 def test_dataset(bench: Run, tmp_path: Path) -> None:
