@@ -20,7 +20,14 @@ from loraplex.server.model_choice import check_adapter_name
 from loraplex.server.offline.answer import answer
 from loraplex.server.offline.background import BackgroundEngine
 from loraplex.server.offline.errors import RequestError, as_python_errors
-from loraplex.server.offline.inputs import Message, PromptInput, conversation_list, one_each, prompt_list
+from loraplex.server.offline.inputs import (
+    Message,
+    PromptInput,
+    check_text,
+    conversation_list,
+    one_each,
+    prompt_list,
+)
 from loraplex.server.offline.outputs import RequestOutput
 from loraplex.server.offline.params import OfflineFields, SamplingParams, read_params
 from loraplex.server.prompts import prepare, prepare_chat
@@ -97,7 +104,10 @@ class LLM:
 
         async def prepared() -> list[Prompt]:
             shared = {"add_generation_prompt": add_generation_prompt, "chat_template_kwargs": chat_template_kwargs}
-            fields = [TemplateFields.read({"messages": _plain(one), **shared}) for one in conversations]
+            fields = []
+            for i, one in enumerate(conversations):
+                with _naming(i, len(conversations)):
+                    fields.append(TemplateFields.read({"messages": _plain(one), **shared}))
             return [await prepare_chat(self._front, each) for each in fields]
 
         texts: list[str | None] = [None] * len(conversations)
@@ -107,7 +117,13 @@ class LLM:
         """Returns when `name` answers. Needs `adapters`, or `enable_lora=True`, at the start."""
         if not self._config.lora.enable_lora:
             raise ValueError("adapters are off: make the LLM with enable_lora=True")
+        _check_name(name)
         check_adapter_name(name, self._config.model.served_names)
+        if not isinstance(path, str | Path):
+            raise ValueError(f"adapter {name}: its path must be text or a Path, not {type(path).__name__}")
+        for flag, value in (("replace", replace), ("pinned", pinned)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{flag} must be True or False, not {value!r}")
         folder = os.path.abspath(path)
         if not os.path.isdir(folder):
             raise ValueError(f"adapter {name}: {folder} is not a folder")
@@ -115,6 +131,7 @@ class LLM:
             return self._engine.run(self._engine.client.load_adapter(name, folder, replace=replace, pinned=pinned))
 
     def unload_adapter(self, name: str) -> None:
+        _check_name(name)
         with as_python_errors():
             self._engine.run(self._engine.client.unload_adapter(name))
 
@@ -164,7 +181,7 @@ class LLM:
 
     def _check_adapter(self, name: str | None) -> None:
         known = self._engine.client.adapters
-        if name is not None and name not in known:
+        if name is not None and (not isinstance(name, str) or name not in known):
             loaded = ", ".join(known) or "none"
             raise RequestError(f"adapter {name!r} is not loaded; loaded: {loaded}", status=404, param="adapter")
 
@@ -190,6 +207,9 @@ def _config(model: str | Path, adapters: Adapters, flags: Mapping[str, Any]) -> 
     if http:
         raise ValueError(f"{', '.join(sorted(http))}: an LLM has no HTTP side")
     given = {"log_level": "warning"} | dict(flags)
+    for alias in ("model_path", "lora_paths", "lora_modules"):
+        if alias in flags:
+            raise ValueError(f"{alias}: give it as {'model' if alias == 'model_path' else 'adapters'}")
     if adapters:
         given["lora_paths"] = _lora_paths(adapters)
     try:
@@ -198,10 +218,16 @@ def _config(model: str | Path, adapters: Adapters, flags: Mapping[str, Any]) -> 
         raise ValueError(str(error)) from None
 
 
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise ValueError(f"an adapter's name must be text, not {type(name).__name__}")
+    check_text("adapter name", name)
+
+
 def _lora_paths(adapters: Adapters) -> list[Any]:
     if isinstance(adapters, Mapping):
         return [{"lora_name": name, "lora_path": str(path)} for name, path in adapters.items()]
-    if isinstance(adapters, str):
+    if isinstance(adapters, str | bytes) or not isinstance(adapters, Sequence):
         raise ValueError("adapters must be a dict of names and folders, or a list")
     return list(adapters)
 
@@ -210,6 +236,8 @@ def _plain(value: Any) -> Any:
     """The same of the types that JSON has: paths are text, sequences lists, mappings dicts."""
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, str):
+        check_text("text", value)
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):

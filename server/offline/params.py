@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from loraplex.server.protocol import GenerationFields
+from loraplex.server.protocol import INT32_MAX, GenerationFields
 
 
 @dataclass(kw_only=True)
@@ -46,16 +46,17 @@ class OfflineFields(GenerationFields):
 
     not_built: ClassVar = {k: v for k, v in GenerationFields.not_built.items() if k != "prompt_logprobs"}
 
+    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     logprobs: int | None = Field(None, ge=0, le=20)
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
 
 
 def read_params(params: SamplingParams | None) -> OfflineFields:
-    """Raises InvalidRequestError naming the wrong parameter, TypeError for another class."""
+    """Raises InvalidRequestError naming the wrong parameter, ValueError for another class."""
     if params is None:
         return OfflineFields.read({"model": "", "max_tokens": SamplingParams.max_tokens})
     if not isinstance(params, SamplingParams):
-        raise TypeError(f"sampling_params must be a loraplex.SamplingParams, not {type(params).__name__}")
+        raise ValueError(f"sampling_params must be a loraplex.SamplingParams, not {type(params).__name__}")
     given = {field.name: _json(getattr(params, field.name)) for field in fields(params)}
     return OfflineFields.read({"model": "", **given})
 

@@ -24,7 +24,26 @@ def test_prompts(given: Any, expected: list[Any]) -> None:
     assert prompt_list(given) == expected
 
 
-@pytest.mark.parametrize("given", [[], 3, None, [[]], ["x", 3], [[1, -2]], [[True]], {"text": "x"}, [{"prompt": 3}]])
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        3,
+        None,
+        [[]],
+        ["x", 3],
+        [[1, -2]],
+        [[True]],
+        {"text": "x"},
+        [{"prompt": 3}],
+        b"x",
+        [b"x"],
+        bytearray(b"x"),
+        {"prompt_token_ids": "x"},
+        {"prompt": [1]},
+        "\ud800",
+    ],
+)
 def test_wrong_prompts(given: Any) -> None:
     with pytest.raises(ValueError, match="prompt"):
         prompt_list(given)
@@ -93,5 +112,5 @@ def test_wrong_params(wrong: dict[str, Any], name: str) -> None:
 
 
 def test_another_class_of_params() -> None:
-    with pytest.raises(TypeError, match="SamplingParams"):
+    with pytest.raises(ValueError, match="SamplingParams"):
         read_params({"temperature": 0})  # type: ignore[arg-type]

@@ -131,6 +131,34 @@ def test_load_and_unload(llm: LLM, t1_oracle: Oracle, folders: dict[str, Path]) 
 
 
 @pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"name": 5}, "name must be text, not int"),
+        ({"path": b"/x"}, "path must be text or a Path, not bytes"),
+        ({"path": None}, "path must be text or a Path, not NoneType"),
+        ({"replace": "yes"}, "replace must be True or False, not 'yes'"),
+        ({"pinned": 1}, "pinned must be True or False, not 1"),
+    ],
+)
+def test_wrong_loads_never_reach_the_engine(
+    llm: LLM, folders: dict[str, Path], arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        llm.load_adapter(**{"name": "new", "path": folders["A3"], **arguments})
+    with pytest.raises(ValueError, match="name must be text"):
+        llm.unload_adapter(None)  # type: ignore[arg-type]
+    assert len(llm.generate("x", GREEDY)) == 1
+
+
+def test_a_wrong_conversation_says_which(llm: LLM) -> None:
+    good = [{"role": "user", "content": "x"}]
+    with pytest.raises(RequestError, match=r"prompt 1: messages\.0"):
+        llm.chat([good, [{"role": "user"}]], GREEDY)
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        llm.chat([{"role": "user", "content": "\udc00"}], GREEDY)
+
+
+@pytest.mark.parametrize(
     ("prompts", "params", "adapter", "words"),
     [
         ("x", SamplingParams(temperature=3), None, "temperature"),
@@ -140,6 +168,12 @@ def test_load_and_unload(llm: LLM, t1_oracle: Oracle, folders: dict[str, Path]) 
         (["x", "y"], None, ["A1", "nope"], "adapter 'nope' is not loaded"),
         (["x", ""], None, None, "prompt: item 1: an empty prompt"),
         ("x", SamplingParams(stop_token_ids=[999]), None, "stop_token_ids"),
+        ("x", SamplingParams(max_tokens=0), None, "max_tokens"),
+        (["x", "\ud800"], None, None, "prompt 1: half of a surrogate pair"),
+        (b"x", None, None, "prompts must be a text"),
+        ("x", {"max_tokens": 3}, None, "must be a loraplex.SamplingParams, not dict"),
+        ("x", None, {"A1": 1}, "adapter {'A1': 1} is not loaded"),
+        ("x", None, b"A", "adapter b'A' is not loaded"),
     ],
 )
 def test_wrong_requests_are_value_errors(llm: LLM, prompts: Any, params: Any, adapter: Any, words: str) -> None:
@@ -210,6 +244,10 @@ def _trackers() -> set[int]:
         ({"page_size": 0}, "--page-size must be at least 1"),
         ({"adapters": {"a:b": "x"}}, "may not contain ':'"),
         ({"adapters": ["x"], "enable_lora": False}, "contradicts"),
+        ({"adapters": 5}, "adapters must be a dict"),
+        ({"adapters": Path("x")}, "adapters must be a dict"),
+        ({"lora_paths": ["x"]}, "lora_paths: give it as adapters"),
+        ({"model_path": "x"}, "model_path: give it as model"),
     ],
 )
 def test_wrong_flags_are_value_errors(t1: Path, flags: dict[str, Any], words: str) -> None:
