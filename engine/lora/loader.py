@@ -62,6 +62,8 @@ def read(path: str, sites: Mapping[str, Site], config: LoRAConfig, dtype: torch.
     """The adapter at `path`, or the random one that a `dummy:` path describes. Raises AdapterError."""
     if path.startswith(DUMMY_PREFIX):
         rank, seed = parse_dummy_spec(path)
+        if rank > config.max_lora_rank:
+            raise AdapterError(f"{path} has rank {rank}, above the limit of {config.max_lora_rank} (--max-lora-rank)")
         return dummy_adapter(sites, rank, seed, dtype=dtype)
     return read_adapter(path, sites, max_rank=config.max_lora_rank, strict=config.lora_strict_loading)
 

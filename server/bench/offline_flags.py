@@ -14,6 +14,7 @@ from loraplex.server.flags import parse as parse_engine
 from loraplex.server.setting_sources import FlagError
 
 TESTS = ("decode", "prefill", "ttft")
+DUMMY_RANK = 16
 MOST_ADAPTERS = 9999
 """Of a mode loraK."""
 
@@ -70,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefill-prompts", type=_count, default=16, metavar="N", help="default: 16")
     parser.add_argument("--prefill-len", type=_count, default=2048, metavar="N", help="also of ttft (default: 2048)")
     parser.add_argument("--dummy-adapters", type=_count, metavar="N", help="random adapters d0, d1, … on every site")
-    parser.add_argument("--dummy-rank", type=_count, default=16, metavar="R", help="their rank (default: 16)")
+    parser.add_argument("--dummy-rank", type=_count, metavar="R", help="their rank (default: 16)")
     parser.add_argument("--prompt-seed", type=int, default=0, metavar="N", help="of the random prompts (default: 0)")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
@@ -85,8 +86,11 @@ def parse(argv: Sequence[str]) -> tuple[Config, Plan]:
             raise FlagError(
                 f"--dummy-adapters {args.dummy_adapters} is more than {MOST_ADAPTERS}, the most a mode asks"
             )
-        specs = [f"d{i}=dummy:rank={args.dummy_rank},seed={i}" for i in range(args.dummy_adapters)]
+        rank = args.dummy_rank or DUMMY_RANK
+        specs = [f"d{i}=dummy:rank={rank},seed={i}" for i in range(args.dummy_adapters)]
         rest = [*rest, "--lora-paths", *specs]
+    elif args.dummy_rank is not None:
+        raise FlagError("--dummy-rank needs --dummy-adapters")
     config = parse_engine(rest, prog="loraplex bench offline")
     config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, disable_radix_cache=True))
     adapters = tuple(name for name, _ in config.lora.adapters)

@@ -7,8 +7,10 @@ import pytest
 import torch
 from kit.sites import Site, make_sites
 
+from loraplex.engine.config import LoRAConfig
 from loraplex.engine.lora.dummy import dummy_adapter, parse_dummy_spec
 from loraplex.engine.lora.errors import AdapterError
+from loraplex.engine.lora.loader import read
 
 
 def test_shapes(t1: Path) -> None:
@@ -24,6 +26,14 @@ def test_shapes(t1: Path) -> None:
         assert 0.01 < d.b.std() < 0.03
     gate, up = (adapter.sites[f"model.layers.0.mlp.experts.{p}_proj"] for p in ("gate", "up"))
     assert not torch.equal(gate.a, up.a)
+
+
+def test_rank_limit(t1: Path) -> None:
+    """What steps set aside is sized by --max-lora-rank."""
+    config = LoRAConfig(enable_lora=True, max_lora_rank=8)
+    assert read("dummy:rank=8", make_sites(t1), config, torch.float32).rank_max == 8
+    with pytest.raises(AdapterError, match=r"rank 9, above the limit of 8 \(--max-lora-rank\)"):
+        read("dummy:rank=9", make_sites(t1), config, torch.float32)
 
 
 def test_seeds_and_kinds(t1: Path) -> None:

@@ -49,6 +49,7 @@ def test_a_table_of_a_tiny_model(t1: Path, tmp_path: Path, capsys: pytest.Captur
         (["--batches", "300"], "needs --max-running-requests 300"),
         (["--dummy-adapters", "9"], "needs --max-loras-per-batch 9"),
         (["--dummy-adapters", "10000000"], "--dummy-adapters 10000000 is more than 9999"),
+        (["--dummy-rank", "4"], "--dummy-rank needs --dummy-adapters"),
         (["--output", "/"], "argument --output: '/' is a folder"),
         (["--page-sise", "4"], "did you mean --page-size?"),
     ],
