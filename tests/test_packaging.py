@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -84,16 +85,18 @@ def test_every_package_is_found_in_an_editable_installation(source: Path, tmp_pa
     with zipfile.ZipFile(build(source, "build_editable", tmp_path / "wheel")) as archive:
         archive.extractall(tmp_path / "site")
     listed = PROJECT["tool"]["setuptools"]["packages"]
+    # Without `site`, and first, so that it is not this environment's own editable installation that is found.
     script = (
         "import importlib, site, sys\n"
         f"site.addsitedir({str(tmp_path / 'site')!r})\n"
+        f"sys.path += {sorted({sysconfig.get_path('purelib'), sysconfig.get_path('platlib')})!r}\n"
         f"[importlib.import_module(name) for name in {listed!r}]\n"
         "import loraplex, loraplex.server.cli\n"
         "print(loraplex.__file__, loraplex.server.cli.__file__)\n"
     )
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", script], env=kept, check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-P", "-S", "-c", script], env=kept, check=True, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.split() == [str(source / PUBLIC / "__init__.py"), str(source / "server" / "cli.py")]
 
