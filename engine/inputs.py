@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from loraplex.engine.batch import StepPlan
-from loraplex.engine.device import aligned
+from loraplex.engine.words import Field, WordLayout
 from loraplex.kernels.attention.plan import AttentionBackend, AttentionPlan
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -58,30 +55,32 @@ class StaticInputs:
 
     def __init__(self, tokens: int, rows: int, width: int, device: torch.device) -> None:
         self.device = device
-        self.words = torch.zeros(_num_words(tokens, rows), dtype=torch.int32, device=device)
+        self.words = torch.zeros(_layout(tokens, rows).num_words, dtype=torch.int32, device=device)
         self.page_table_BP = torch.zeros(rows, width, dtype=torch.int32, device=device)
 
     def views(self, shape: StepShape, pages: PageTable) -> StepInputs:
         """Inputs of one shape, for capture: padding only, once `clear` has run."""
         table_BP = self.page_table_BP[: shape.rows]
-        return _inputs(_views(self.words, shape.tokens, shape.rows), table_BP, shape, [], [], pages)
+        views = _layout(shape.tokens, shape.rows).views(self.words)
+        return _inputs(views, table_BP, shape, [], [], pages)
 
     def clear(self, shape: StepShape) -> None:
         """Makes the buffers of this shape all padding: a step over them writes no KV."""
-        host = torch.empty(_num_words(shape.tokens, shape.rows), dtype=torch.int32)
-        _fill(host, shape, {})
+        layout = _layout(shape.tokens, shape.rows)
+        host = torch.empty(layout.num_words, dtype=torch.int32)
+        layout.clear(host)
         self.words[: len(host)].copy_(host)
 
     def fill(self, plan: StepPlan, pages: PageTable, shape: StepShape) -> StepInputs:
         """Describes a step in the buffers, on the current stream."""
-        words = _num_words(shape.tokens, shape.rows)
+        layout = _layout(shape.tokens, shape.rows)
+        words = layout.num_words
         packed, table = _pack(plan, pages, shape, self.device)
         staged = packed.to(self.device, non_blocking=True)
         self.words[:words].copy_(staged[:words])
         table_BP = self.page_table_BP[: shape.rows]
         table_BP[: table[0], : table[1]].copy_(staged[words:].view(table))
-        views = _views(self.words, shape.tokens, shape.rows)
-        return _inputs(views, table_BP, shape, plan.num_new, plan.seq_lens, pages)
+        return _inputs(layout.views(self.words), table_BP, shape, plan.num_new, plan.seq_lens, pages)
 
 
 def build_inputs(plan: StepPlan, pages: PageTable, device: torch.device) -> StepInputs:
@@ -89,8 +88,8 @@ def build_inputs(plan: StepPlan, pages: PageTable, device: torch.device) -> Step
     shape = StepShape(len(plan.ids), len(plan.rows), plan.is_decode)
     packed, table = _pack(plan, pages, shape, device)
     on_device = packed.to(device, non_blocking=True)
-    table_BP = on_device[_num_words(shape.tokens, shape.rows) :].view(table)
-    views = _views(on_device, shape.tokens, shape.rows)
+    layout = _layout(shape.tokens, shape.rows)
+    table_BP, views = on_device[layout.num_words :].view(table), layout.views(on_device)
     return _inputs(views, table_BP, shape, plan.num_new, plan.seq_lens, pages, is_mixed=1 in plan.num_new)
 
 
@@ -117,11 +116,11 @@ def _pack(
     page, offset = np.divmod(positions, pages.page_size)
     sampled = np.flatnonzero(plan.sample)
     table = (len(rows), -(-int(seq_lens.max()) // pages.page_size))
-    words = _num_words(shape.tokens, shape.rows)
+    layout = _layout(shape.tokens, shape.rows)
+    words = layout.num_words
     packed = torch.empty(words + table[0] * table[1], dtype=torch.int32, pin_memory=device.type == "cuda")
-    _fill(
+    layout.fill(
         packed[:words],
-        shape,
         {
             "ids": np.where(ids < 0, -1 - row_T, ids),
             "positions": positions,
@@ -136,45 +135,20 @@ def _pack(
     return packed, table
 
 
-def _fill(packed: torch.Tensor, shape: StepShape, fields: dict[str, Ints]) -> None:
-    """Writes the fields (none: no token at all) and neutral values behind them."""
-    nothing = np.zeros(1, dtype=np.int64)
-    for name, view in _views(packed, shape.tokens, shape.rows).items():
-        values = fields.get(name, nothing[: name == "query_start"])
-        out = view.numpy()
-        out[: len(values)] = values
-        out[len(values) :] = values[-1] if name == "query_start" else -1 if name == "slots" else 0
-
-
 @lru_cache(maxsize=1024)
-def _layout(tokens: int, rows: int) -> dict[str, tuple[int, int, bool]]:
-    """First word, end and whether it is int64, of each field. Each begins where `aligned` allows."""
-    sizes = {
-        "ids": (tokens, True),
-        "positions": (tokens, True),
-        "slots": (tokens, True),
-        "sample_at": (rows, True),
-        "sample_rows": (rows, True),
-        "query_start": (rows + 1, False),
-        "seq_lens": (rows, False),
-    }
-    layout, start = {}, 0
-    for name, (size, wide) in sizes.items():
-        end = start + size * (2 if wide else 1)
-        layout[name] = start, end, wide
-        start = aligned(end)
-    return layout
-
-
-def _num_words(tokens: int, rows: int) -> int:
-    return aligned(_layout(tokens, rows)["seq_lens"][1])
-
-
-def _views(words: torch.Tensor, tokens: int, rows: int) -> dict[str, torch.Tensor]:
-    return {
-        name: words[start:end].view(torch.int64) if wide else words[start:end]
-        for name, (start, end, wide) in _layout(tokens, rows).items()
-    }
+def _layout(tokens: int, rows: int) -> WordLayout:
+    """Tails are padding: it stores nowhere and has no rows."""
+    return WordLayout(
+        {
+            "ids": Field(tokens, wide=True),
+            "positions": Field(tokens, wide=True),
+            "slots": Field(tokens, tail=-1, wide=True),
+            "sample_at": Field(rows, wide=True),
+            "sample_rows": Field(rows, wide=True),
+            "query_start": Field(rows + 1, tail=None),
+            "seq_lens": Field(rows),
+        }
+    )
 
 
 def _inputs(

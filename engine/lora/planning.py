@@ -9,14 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from loraplex.engine.device import aligned
+from loraplex.engine.words import Field, Ints, WordLayout
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.weights import LoRAWeights
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -71,9 +68,10 @@ class PlannedBackend(ABC):
         sizes = {name: len(values) for name, values in fields.items()}
         # Kernels are compiled for a number of slots: one that changed with the step would compile them again and again.
         sizes["slot_row"] = self.options.max_slots
-        packed = _pack(fields, sizes, device).to(device, non_blocking=True)
+        layout = _layout(sizes)
+        packed = _pack(fields, layout, device).to(device, non_blocking=True)
         return LoRABatchInfo(
-            **_views(packed, sizes),
+            **layout.views(packed),
             max_rank_in_batch=max(ranks.get(row, 0) for row in slot_rows),
             segments_host=_segments_host(segments, slot_rows),
         )
@@ -96,7 +94,7 @@ class StaticBatch:
         self.backend = backend
         self.max_tokens = max_tokens
         segments = backend.max_segments(max_tokens, max_requests)
-        self.sizes = {
+        sizes = {
             "permutation": max_tokens,
             "token_slot": max_tokens,
             "token_row": max_tokens,
@@ -110,8 +108,9 @@ class StaticBatch:
         }
         nothing = np.zeros(0, dtype=np.int64)
         empty = _fields([], [], [], Segments(nothing, np.zeros(1, dtype=np.int64), nothing))
-        self.packed = _pack(empty, self.sizes, device).to(device)
-        self.info = LoRABatchInfo(**_views(self.packed, self.sizes), max_rank_in_batch=max_rank, segments_host=())
+        self.layout = _layout(sizes)
+        self.packed = _pack(empty, self.layout, device).to(device)
+        self.info = LoRABatchInfo(**self.layout.views(self.packed), max_rank_in_batch=max_rank, segments_host=())
         """Before the first `fill` a batch of padding only."""
 
     def fill(
@@ -122,7 +121,7 @@ class StaticBatch:
         assert sum(num_tokens) <= self.max_tokens, (sum(num_tokens), self.max_tokens)
         assert all(ranks[row] <= self.info.max_rank_in_batch for row in slot_rows), (ranks, slot_rows)
         segments = self.backend.cut(slots, num_tokens, self.max_tokens)
-        packed = _pack(_fields(slots, num_tokens, slot_rows, segments), self.sizes, self.packed.device)
+        packed = _pack(_fields(slots, num_tokens, slot_rows, segments), self.layout, self.packed.device)
         self.packed.copy_(packed, non_blocking=True)
         return replace(self.info, segments_host=_segments_host(segments, slot_rows))
 
@@ -131,17 +130,20 @@ def _fields(
     slots: Sequence[int], num_tokens: Sequence[int], slot_rows: Sequence[int], segments: Segments
 ) -> dict[str, Ints]:
     """Arrays of `LoRABatchInfo` by field name, in packing order."""
-    rows = np.asarray([slot_rows[s] if s >= 0 else -1 for s in slots], dtype=np.int64)
+
+    def rows_of(slots: Sequence[int]) -> Ints:
+        return np.asarray([slot_rows[s] if s >= 0 else -1 for s in slots], dtype=np.int64)
+
     return {
         "permutation": segments.permutation,
         "token_slot": np.repeat(np.asarray(slots, dtype=np.int64), num_tokens),
-        "token_row": np.repeat(rows, num_tokens),
+        "token_row": np.repeat(rows_of(slots), num_tokens),
         "req_seg_indptr": np.concatenate([[0], np.cumsum(num_tokens, dtype=np.int64)]),
         "req_weight_indices": np.asarray(slots, dtype=np.int64),
         "slot_row": np.asarray(slot_rows, dtype=np.int64),
         "seg_indptr": segments.indptr,
         "weight_indices": segments.slots,
-        "segment_row": np.asarray([slot_rows[s] if s >= 0 else -1 for s in segments.slots.tolist()], dtype=np.int64),
+        "segment_row": rows_of(segments.slots.tolist()),
         "num_segments": np.asarray([len(segments.slots)]),
     }
 
@@ -151,26 +153,20 @@ def _segments_host(segments: Segments, slot_rows: Sequence[int]) -> tuple[tuple[
     return tuple((slot_rows[s], bounds[i], bounds[i + 1]) for i, s in enumerate(slots) if s >= 0)
 
 
-def _words(name: str) -> int:
-    return 2 if name == "permutation" else 1
+def _layout(sizes: Mapping[str, int]) -> WordLayout:
+    """Tails are neutral: bounds repeat the last one, slots and rows are −1."""
+    return WordLayout(
+        {
+            name: Field(size, wide=True)
+            if name == "permutation"
+            else Field(size, tail=None if name.endswith("indptr") else -1)
+            for name, size in sizes.items()
+        }
+    )
 
 
-def _pack(fields: Mapping[str, Ints], sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:
-    """One int32 host tensor (pinned for CUDA). Tails are neutral: bounds repeat the last one, slots are −1."""
-    total = sum(aligned(_words(name) * size) for name, size in sizes.items())
-    packed = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
-    for name, view in _views(packed, sizes).items():
-        values, out = fields[name], view.numpy()
-        assert len(values) <= len(out), (name, len(values), len(out))
-        out[: len(values)] = values
-        out[len(values) :] = values[-1] if name.endswith("indptr") else 0 if name == "permutation" else -1
+def _pack(fields: Mapping[str, Ints], layout: WordLayout, device: torch.device) -> torch.Tensor:
+    """One int32 host tensor (pinned for CUDA)."""
+    packed = torch.empty(layout.num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
+    layout.fill(packed, fields)
     return packed
-
-
-def _views(packed: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    views, start = {}, 0
-    for name, size in sizes.items():
-        words = packed[start : start + _words(name) * size]
-        views[name] = words.view(torch.int64) if name == "permutation" else words
-        start += aligned(len(words))
-    return views
