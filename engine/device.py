@@ -1,8 +1,5 @@
 """Between host and device, without one waiting for the other."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -13,12 +10,6 @@ def aligned(words: int) -> int:
     """Where the next tensor may begin in a buffer of 32-bit words of which so many are taken: on 16 bytes. Triton
     compiles a kernel anew for pointers that are not, so that offsets must not depend on a step's size."""
     return -(-words // WORDS_ALIGNED) * WORDS_ALIGNED
-
-
-def send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of these host numbers on `device`, without waiting for the device: through pinned memory on CUDA."""
-    tensor = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return tensor.to(device, non_blocking=True)
 
 
 def fetch(tensor: torch.Tensor) -> torch.Tensor:

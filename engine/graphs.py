@@ -23,11 +23,10 @@ from loraplex.engine.inputs import PageTable, StaticInputs, StepInputs, StepShap
 from loraplex.engine.lora.backend import LoRABackend
 from loraplex.engine.lora.planning import StaticBatch
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
+from loraplex.kernels.moe.tiles import rank_capacity
 
 log = logging.getLogger(__name__)
 
-SMALLEST_CAPACITY = 16
-"""Ranks below it share a bucket: tiles have 16 rank rows anyway."""
 PATIENCE = 16
 """Steps of a rank capacity that run eagerly before the buckets they lack are captured, each when it is met: a capture
 takes about as long as a few such steps, and an adapter that is used once is not worth one."""
@@ -52,11 +51,6 @@ def token_sizes(most: int) -> list[int]:
         sizes += range(octave, 2 * octave, octave // 8)
         octave *= 2
     return [size for size in sizes if size < most] + [most]
-
-
-def rank_capacity(rank: int) -> int:
-    """Ranks that a bucket captured for `rank` serves: few buckets, few variants of the kernels."""
-    return max(SMALLEST_CAPACITY, 1 << (rank - 1).bit_length())
 
 
 def reason_against(config: Config, dtype: torch.dtype) -> str | None:

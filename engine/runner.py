@@ -4,16 +4,16 @@ import logging
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from loraplex.engine.batch import ForwardContext, StepPlan
 from loraplex.engine.config import NO_LIMIT, Config
-from loraplex.engine.device import send
+from loraplex.engine.device import upload
 from loraplex.engine.graphs import (
     Bucket,
     StepGraphs,
     decode_sizes,
-    rank_capacity,
     reason_against,
     token_sizes,
 )
@@ -34,6 +34,7 @@ from loraplex.kernels.attention.paged import MAX_HEAD_DIM
 from loraplex.kernels.devices import INTERPRETED
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.experts import expert_lora_op
+from loraplex.kernels.moe.tiles import rank_capacity
 
 log = logging.getLogger(__name__)
 
@@ -431,7 +432,8 @@ class ModelRunner:
             logits = self.model.logits(hidden, self._plan_head_lora([plan.slots[i]], [len(hidden)], plan.slot_rows))
             tokens = targets[start : start + PROMPT_LOGITS_ROWS]
             if tokens:
-                top = top_logprobs(logits[: len(tokens)], send(tokens, torch.int64, self.device), k)
+                next_N = upload(np.asarray(tokens, dtype=np.int64), self.device)
+                top = top_logprobs(logits[: len(tokens)], next_N, k)
                 parts.append(PromptLogprobs(i, tokens, k, top.fetch()))
         return parts
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from loraplex.kernels.devices import dependent_launch, use_triton
+from loraplex.kernels.tuning import power_of_two
 
 COLUMNS = 1024
 """Columns of a program of `silu_mul`."""
@@ -74,7 +75,7 @@ def _rms_norm(
     rows = x.numel() // width
     if rows == 0:
         return out
-    block = 1 << (width - 1).bit_length()
+    block = power_of_two(width)
     kernels.rms_norm[(rows,)](
         x,
         residual,

@@ -6,6 +6,7 @@ import torch
 from loraplex.kernels.attention.reference import FP8, store_kv_reference
 from loraplex.kernels.devices import dependent_launch, use_triton
 from loraplex.kernels.elementwise import rms_norm_reference
+from loraplex.kernels.tuning import power_of_two
 
 HEADS = 4
 """Heads of a program: as few as a group has, so that one token's heads fill several SMs."""
@@ -131,9 +132,9 @@ def norm_rotate_store(
         DIM=dim,
         HALF=half,
         BLOCK_H=HEADS,
-        BLOCK_R=1 << (half - 1).bit_length(),
-        BLOCK_REST=1 << (dim - 2 * half - 1).bit_length() if dim > 2 * half else 0,
-        BLOCK_D=1 << (dim - 1).bit_length(),
+        BLOCK_R=power_of_two(half),
+        BLOCK_REST=power_of_two(dim - 2 * half) if dim > 2 * half else 0,
+        BLOCK_D=power_of_two(dim),
         FP8=k_cache.dtype == FP8,
         num_warps=1 if tokens <= 64 else 2,
         **dependent_launch(qkv_TN.device),

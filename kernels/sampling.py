@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.kernels.devices import dependent_launch, use_triton
+from loraplex.kernels.tuning import power_of_two
 
 BLOCK = 2048
 LONG_CHUNK, SHORT_CHUNK, FEW_ROWS = 8192, 2048, 16
@@ -170,7 +171,7 @@ def draw(logits_NV: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, tor
         **layout,
         **pdl,
     )
-    block_p = 1 << (parts - 1).bit_length()
+    block_p = power_of_two(parts)
     if params.cut:
         kernels.finish_cut[(rows,)](
             logits_NV,

@@ -48,6 +48,11 @@ def choose_tile(op: str, device: torch.device, default: TileConfig, tokens: int,
     return nearest(entries, tokens, shape)
 
 
+def power_of_two(n: int) -> int:
+    """The least one that is not below n ≥ 1: what a block of n elements takes in Triton."""
+    return 1 << (n - 1).bit_length()
+
+
 def nearest(entries: list[dict[str, Any]], tokens: int, shape: dict[str, int]) -> TileConfig:
     """The tile of the entry whose shape is nearest (sum of |log2| of the ratios), then of the next larger token count.
 

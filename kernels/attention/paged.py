@@ -17,10 +17,10 @@ from loraplex.kernels.attention.tiles import (
     DecodeTile,
     PrefillTile,
     decode_tile,
-    power_of_two,
     prefill_tile,
 )
 from loraplex.kernels.devices import dependent_launch, use_triton
+from loraplex.kernels.tuning import power_of_two
 
 LOG2_E = math.log2(math.e)
 MAX_HEAD_DIM = 256
@@ -106,15 +106,7 @@ def _decode(
     tile = tile or decode_tile(rows, kv_heads, group, dim, q_THD.element_size())
     assert tile.min_share % tile.block_n == 0, tile
     assert tile.splits <= MAX_SPLITS, tile
-    shared: dict[str, Any] = {
-        "HEADS": heads,
-        "D": dim,
-        "D_POW2": max(16, power_of_two(dim)),
-        "WINDOW": masking.window or 0,
-        "MIXED": not plan.is_decode,
-        "BLOCK_N": tile.block_n,
-        **dependent_launch(q_THD.device),
-    }
+    shared = _shared(q_THD, masking) | {"MIXED": not plan.is_decode, "BLOCK_N": tile.block_n}
     split = tile.splits > 1
     partial = q_THD.new_empty((rows, heads, tile.splits, dim) if split else 1, dtype=torch.float32)
     lse = q_THD.new_empty((rows, heads, tile.splits) if split else 1, dtype=torch.float32)
@@ -185,17 +177,25 @@ def _prefill(
         rows,
         plan.page_table_BP.stride(0),
         **_layout(q_THD, k_cache, v_cache, plan, masking),
-        HEADS=heads,
-        D=dim,
-        D_POW2=max(16, power_of_two(dim)),
-        WINDOW=masking.window or 0,
+        **_shared(q_THD, masking),
         MIXED=plan.is_mixed,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **dependent_launch(q_THD.device),
     )
+
+
+def _shared(q_THD: torch.Tensor, masking: Masking) -> dict[str, Any]:
+    """What every kernel takes."""
+    _, heads, dim = q_THD.shape
+    return {
+        "HEADS": heads,
+        "D": dim,
+        "D_POW2": max(16, power_of_two(dim)),
+        "WINDOW": masking.window or 0,
+        **dependent_launch(q_THD.device),
+    }
 
 
 def _layout(

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from loraplex.kernels.tuning import power_of_two
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeTile:
@@ -61,8 +63,3 @@ def prefill_tile(tokens: int, group: int, head_dim: int, item_bytes: int) -> Pre
         return PrefillTile(block_m=block_m, block_n=32, num_warps=8, num_stages=2)
     few = block_m == 64
     return PrefillTile(block_m=block_m, block_n=64, num_warps=4 if few else 8, num_stages=2 if few else 3)
-
-
-def power_of_two(n: int) -> int:
-    """The least that is not below n."""
-    return 1 << (n - 1).bit_length()

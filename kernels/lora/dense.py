@@ -15,7 +15,7 @@ from loraplex.kernels.devices import dependent_launch, use_triton
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.reference import lora_add_
 from loraplex.kernels.lora.weights import LoRAWeights
-from loraplex.kernels.tuning import TileConfig, choose_tile
+from loraplex.kernels.tuning import TileConfig, choose_tile, power_of_two
 
 TYPICAL_RANK = 64
 """Rank per part up to which each tile of rank rows gets a program of its own; larger ranks loop."""
@@ -154,14 +154,14 @@ ROWS_EXPAND_TILE = TileConfig(block_n=128, block_r=16, num_warps=1)
 
 def _rows_shrink_tile(width: int) -> TileConfig:
     """Few rank rows times a long stretch of the inner dimension."""
-    return TileConfig(block_r=4, block_k=min(1024, _power_of_two(width)), num_warps=4)
+    return TileConfig(block_r=4, block_k=min(1024, power_of_two(width)), num_warps=4)
 
 
 def _segments_shrink_tile(tokens: int, parts: int, segments: int, width: int, batch: LoRABatchInfo) -> TileConfig:
     """Rank rows of all parts in one tile at prefill, so that x is read once; small tiles and a split inner dimension
     while there are few segments."""
-    block_k = min(128, max(16, _power_of_two(width)))
-    most = min(64, _power_of_two(parts * batch.max_rank_in_batch)) if tokens > 256 else 16
+    block_k = min(128, max(16, power_of_two(width)))
+    most = min(64, power_of_two(parts * batch.max_rank_in_batch)) if tokens > 256 else 16
     block_r = max(16, most)
     if tokens <= 256:
         return TileConfig(
@@ -192,15 +192,11 @@ def _segment_tiles(tokens: int, segments: int, longest: int, block_m: int) -> in
 
 def _scratch_rank(batch: LoRABatchInfo, expand: TileConfig) -> int:
     """Width of a part in z: no rank is larger, and the expand's reads of whole tiles stay inside."""
-    return max(_power_of_two(batch.max_rank_in_batch), expand.block_r)
+    return max(power_of_two(batch.max_rank_in_batch), expand.block_r)
 
 
 def _column_tiles(w: LoRAWeights, tile: TileConfig) -> int:
     return sum(-(-width // tile.block_n) for width in w.slices)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def _shape(w: LoRAWeights, batch: LoRABatchInfo) -> dict[str, int]:

@@ -12,7 +12,7 @@ from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.weights import LoRAWeights
 from loraplex.kernels.moe.pairs import PairOrder
 from loraplex.kernels.moe.tiles import has_tail, rank_window
-from loraplex.kernels.tuning import TileConfig
+from loraplex.kernels.tuning import TileConfig, power_of_two
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,13 @@ def _launch(
         K=depth,
         TOP_K=top_k,
         NUM_EXPERTS=experts,
-        EXPERTS_POW2=1 << (experts - 1).bit_length(),
+        EXPERTS_POW2=power_of_two(experts),
         GATED=gated,
         ACT=activate,
         rank_cap=fused.capacity if fused else 0,
         PLACES_STRIDE=lora.places.stride(0) if lora else 0,
         RANKS_STRIDE=lora.ranks.stride(0) if lora else 0,
-        SLOTS_POW2=1 << (batch.slot_row.shape[0] - 1).bit_length() if batch else 1,
+        SLOTS_POW2=power_of_two(batch.slot_row.shape[0]) if batch else 1,
         WINDOW=rank_window(fused.capacity, num_pairs) if fused else 0,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

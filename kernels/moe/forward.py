@@ -136,6 +136,5 @@ def _tiles(ids_TK: torch.Tensor, w13_EFD: torch.Tensor) -> tuple[TileConfig, Til
 
 
 def _capacity(lora: LoRAWeights, asked: int | None) -> int:
-    """A power of two: few variants of the kernels."""
     rank = int(lora.host_ranks.max(initial=1)) if asked is None else asked
-    return max(16, 1 << (rank - 1).bit_length())
+    return tiles.rank_capacity(rank)

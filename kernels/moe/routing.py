@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.kernels.devices import dependent_launch, use_triton
+from loraplex.kernels.tuning import power_of_two
 
 
 def route_reference(
@@ -54,8 +55,8 @@ def route(
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
         NORM=norm,
-        BLOCK_E=1 << (num_experts - 1).bit_length(),
-        BLOCK_K=1 << (top_k - 1).bit_length(),
+        BLOCK_E=power_of_two(num_experts),
+        BLOCK_K=power_of_two(top_k),
         num_warps=1,
         **dependent_launch(logits_TE.device),
     )

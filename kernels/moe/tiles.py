@@ -6,7 +6,7 @@ base row is computed alike whoever shares the batch.
 
 import torch
 
-from loraplex.kernels.tuning import TileConfig, choose_tile
+from loraplex.kernels.tuning import TileConfig, choose_tile, power_of_two
 
 ROW_FORM_PAIRS = 512
 """Up to here one program per pair wins: 412 of 512 pairs of 8 adapters have matrices of their own."""
@@ -44,6 +44,12 @@ def down_tile(device: torch.device, pairs: int, experts: int, inner: int, hidden
         TileConfig(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3),
     )
     return choose_tile("expert_down", device, default, pairs, experts=experts, inner=inner, hidden=hidden)
+
+
+def rank_capacity(rank: int) -> int:
+    """Rank columns of scratch in which `rank` fits: few of them, so that few CUDA graphs serve all adapters. Ranks
+    below 16 share one: tiles have 16 rank rows anyway."""
+    return max(16, power_of_two(rank))
 
 
 def rank_window(capacity: int, pairs: int) -> int:

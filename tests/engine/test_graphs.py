@@ -12,7 +12,8 @@ from kit.engine import TestEngine
 from kit.oracle import Oracle
 
 from loraplex.engine.config import Config, LoRAConfig, ModelConfig
-from loraplex.engine.graphs import StepGraphs, decode_sizes, rank_capacity, reason_against, token_sizes
+from loraplex.engine.graphs import StepGraphs, decode_sizes, reason_against, token_sizes
+from loraplex.kernels.moe.tiles import rank_capacity
 
 TOL = 1e-4
 
