@@ -5,9 +5,11 @@ agree.
 """
 
 from dataclasses import dataclass, field
+from typing import Self
 
 from loraplex.engine.messages import TokenLogprobs, TokenOut
 from loraplex.server.detokenizer import Detokenizer
+from loraplex.server.protocol import GenerationFields
 from loraplex.server.stops import StopChecker
 from loraplex.server.text import Prompt
 from loraplex.server.vocabulary import Vocabulary
@@ -59,6 +61,19 @@ class Shape:
     echo: bool = False
     only_echo: bool = False
     """max_tokens 0: what the engine generates is dropped."""
+
+    @classmethod
+    def of(cls, fields: GenerationFields, *, logprobs: bool, echo: bool = False, only_echo: bool = False) -> Self:
+        return cls(
+            stops=fields.stop,
+            stop_token_ids=frozenset(fields.stop_token_ids),
+            include_stop=fields.include_stop_str_in_output,
+            min_tokens=fields.min_tokens,
+            skip_special_tokens=fields.skip_special_tokens,
+            logprobs=logprobs,
+            echo=echo,
+            only_echo=only_echo,
+        )
 
 
 class Choice:

@@ -52,7 +52,7 @@ async def _complete(front: Front, request: Request, fields: CompletionRequest) -
         else _echo_job(front, prompt)
         for prompt, adapter in zip(prompts, adapters)
     ]
-    shape = _shape(fields, logprobs=fields.logprobs is not None, echo=fields.echo, only_echo=only_echo)
+    shape = Shape.of(fields, logprobs=fields.logprobs is not None, echo=fields.echo, only_echo=only_echo)
     form = CompletionFormat(
         fields.model,
         front.vocabulary,
@@ -95,7 +95,7 @@ async def _chat(front: Front, request: Request, fields: ChatRequest) -> Response
     )
     job = Job(prompt, _engine_request(front, fields, prompt, adapter, sampling))
     form = ChatFormat(fields.model, front.vocabulary, logprobs=fields.logprobs, token_ids=fields.return_token_ids)
-    shape = _shape(fields, logprobs=fields.logprobs)
+    shape = Shape.of(fields, logprobs=fields.logprobs)
     return await _answer(request, fields, Generation(front, [job], shape, fields.n), form)
 
 
@@ -129,19 +129,6 @@ def _engine_request(
         adapter=adapter,
         n=fields.n,
         cache_salt=fields.cache_salt,
-    )
-
-
-def _shape(fields: GenerationFields, *, logprobs: bool, echo: bool = False, only_echo: bool = False) -> Shape:
-    return Shape(
-        stops=fields.stop,
-        stop_token_ids=frozenset(fields.stop_token_ids),
-        include_stop=fields.include_stop_str_in_output,
-        min_tokens=fields.min_tokens,
-        skip_special_tokens=fields.skip_special_tokens,
-        logprobs=logprobs,
-        echo=echo,
-        only_echo=only_echo,
     )
 
 

@@ -18,7 +18,8 @@ async def answer(
     front: Front, request: Request, prompt: Prompt, text: str | None, fields: OfflineFields, bar: "tqdm[Any]"
 ) -> RequestOutput:
     """Raises EngineError or ApiError. However it ends, the request does not go on running."""
-    choices = [Choice(i, prompt, _shape(fields), front.vocabulary) for i in range(request.n)]
+    shape = Shape.of(fields, logprobs=fields.logprobs is not None)
+    choices = [Choice(i, prompt, shape, front.vocabulary) for i in range(request.n)]
     pieces = [Piece(i) for i in range(request.n)]
     prompt_logprobs: list[Logprobs | None] | None = None
     stream = front.engine.submit(request)
@@ -41,17 +42,6 @@ async def answer(
         outputs=[_completion(piece, front.vocabulary, logprobs=fields.logprobs is not None) for piece in pieces],
         adapter=request.adapter,
         num_cached_tokens=run.cached_tokens,
-    )
-
-
-def _shape(fields: OfflineFields) -> Shape:
-    return Shape(
-        stops=fields.stop,
-        stop_token_ids=frozenset(fields.stop_token_ids),
-        include_stop=fields.include_stop_str_in_output,
-        min_tokens=fields.min_tokens,
-        skip_special_tokens=fields.skip_special_tokens,
-        logprobs=fields.logprobs is not None,
     )
 
 
