@@ -12,11 +12,15 @@ import argparse
 import dataclasses
 import itertools
 import random
-import statistics
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+
+sys.path.append(str(Path(__file__).parent))
+from cold_timer import ColdTimer
 
 from loraplex.kernels.attention import paged
 from loraplex.kernels.attention.plan import AttentionPlan
@@ -28,38 +32,6 @@ BANDWIDTH, FLOPS = 4.5e12, 704e12
 MASKING = Masking(DIM**-0.5)
 Tiles = tuple[DecodeTile | None, PrefillTile | None]
 DEFAULT: Tiles = (None, None)
-
-
-class Timer:
-    def __init__(self) -> None:
-        self.flush = torch.zeros(192 << 20, dtype=torch.uint8, device="cuda")
-        self.flushes = self._replay(lambda: None)
-
-    def __call__(self, call: Callable[[], object]) -> float:
-        """µs per call, median over replays of a graph of six calls."""
-        return (self._replay(call) - self.flushes) / 6
-
-    def _replay(self, call: Callable[[], object]) -> float:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(6):
-                self.flush.zero_()
-                call()
-        graph.replay()
-        times = []
-        for _ in range(7):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
-        return statistics.median(times)
 
 
 @dataclasses.dataclass
@@ -181,7 +153,7 @@ def default_tile(case: Case) -> DecodeTile | PrefillTile:
     return prefill_tile(len(case.q), group, DIM, 2)
 
 
-def tune(timer: Timer, case: Case) -> None:
+def tune(timer: ColdTimer, case: Case) -> None:
     times: dict[Tiles, float] = {DEFAULT: timer(case.run)}
     for tiles in candidates(case):
         try:
@@ -202,7 +174,7 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="8-bit cache")
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
-    timer = Timer()
+    timer = ColdTimer()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, µs, L2 flushed by zeroing")
     for case in cases(args):
         error = case.error()

@@ -11,14 +11,17 @@ adapter has a prompt of equal length. A result that differs from the fp32 refere
 import argparse
 import itertools
 import json
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).parent))
+from cold_timer import ColdTimer
 
 from loraplex.engine.config import LoRAConfig
 from loraplex.engine.lora.backend import make_backend
@@ -36,7 +39,6 @@ TOKENS = (1, 16, 64, 256, 4096, 16384)
 PEERS = {1: 24, 16: 29, 64: 32, 256: 48, 4096: 322, 16384: 1224}
 FLOOR = {1: 1, 16: 1, 64: 1, 256: 3, 4096: 35, 16384: 140}
 """µs of qkv + o at rank 16: the best peer measured on an H200, and bytes at 4.5 TB/s."""
-FLUSH_BYTES = 192 << 20
 TOLERANCE = 0.008
 CALLS = 8
 
@@ -87,39 +89,7 @@ def run_all(cases: Sequence[Case]) -> None:
         case.run()
 
 
-class Timer:
-    """µs of a call whose data are not in L2: graphs of (flush, call), less graphs of the flush alone."""
-
-    def __init__(self) -> None:
-        self.buffer = torch.zeros(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-        self.flush_us = self._replay(lambda: None)
-
-    def __call__(self, call: Callable[[], None]) -> float:
-        return self._replay(call) - self.flush_us
-
-    def _replay(self, call: Callable[[], None]) -> float:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            call()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(CALLS):
-                self.buffer.zero_()
-                call()
-        times = []
-        for _ in range(8):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / CALLS)
-        return statistics.median(times[1:])
-
-
-def report(args: argparse.Namespace, kernels: PlannedBackend, timer: Timer) -> None:
+def report(args: argparse.Namespace, kernels: PlannedBackend, timer: ColdTimer) -> None:
     print("tokens rank adapters |    qkv      o   both | r16: floor  best peer")
     counts = [8] if args.short else [1, 8]
     for tokens, rank, adapters in itertools.product(args.tokens, args.ranks, counts):
@@ -148,7 +118,7 @@ def candidates(op: str) -> Iterator[TileConfig]:
             yield TileConfig(block_n=n, block_r=r, num_warps=warps)
 
 
-def tune(args: argparse.Namespace, kernels: PlannedBackend, timer: Timer) -> None:
+def tune(args: argparse.Namespace, kernels: PlannedBackend, timer: ColdTimer) -> None:
     """One kernel's tile after the other (expand, then shrink), the other kernel's best so far kept."""
     chosen: dict[str, TileConfig] = {}
 
@@ -193,7 +163,7 @@ def main() -> None:
     args = parser.parse_args()
     backend = make_backend(LoRAConfig(lora_backend=args.backend), torch.device("cuda"))
     assert isinstance(backend, PlannedBackend)
-    (tune if args.tune else report)(args, backend, Timer())
+    (tune if args.tune else report)(args, backend, ColdTimer(CALLS))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,15 @@ there for other layers. Peers' numbers are shown for Qwen3-30B-A3B.
 import argparse
 import dataclasses
 import json
-import statistics
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).parent))
+from cold_timer import ColdTimer
 
 from loraplex.kernels.lora.batch_info import LoRABatchInfo
 from loraplex.kernels.lora.experts_ops import AdapterStep, expand_activate, expand_down, shrink_down, shrink_gate_up
@@ -54,40 +57,6 @@ LAYERS = {
     "mixtral-8x7b": Layer(4096, 14336, 8, 2),
 }
 layer = LAYERS["qwen3-30b-a3b"]
-
-
-class Timer:
-    def __init__(self) -> None:
-        self.flush = torch.zeros(192 << 20, dtype=torch.uint8, device="cuda")
-        self.flushes: dict[int, float] = {}
-
-    def __call__(self, call: Callable[[], object], *, calls: int = 6, replays: int = 7) -> float:
-        """µs per call, median over replays of a graph of several calls."""
-        if calls not in self.flushes:
-            self.flushes[calls] = self._replay(lambda: None, calls, replays)
-        return (self._replay(call, calls, replays) - self.flushes[calls]) / calls
-
-    def _replay(self, call: Callable[[], object], calls: int, replays: int) -> float:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(calls):
-                self.flush.zero_()
-                call()
-        graph.replay()
-        times = []
-        for _ in range(replays):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
-        return statistics.median(times)
 
 
 @dataclasses.dataclass
@@ -222,7 +191,7 @@ def candidates(op: str, pairs: int) -> Iterator[TileConfig]:
                 yield TileConfig(block_m=m, block_n=n, block_k=64, num_warps=warps, num_stages=stages)
 
 
-def tune(timer: Timer, tokens: list[int], w13: torch.Tensor, w2: torch.Tensor) -> None:
+def tune(timer: ColdTimer, tokens: list[int], w13: torch.Tensor, w2: torch.Tensor) -> None:
     """One base GEMM at a time; a candidate counts when it equals the default tile's result."""
     folder = CONFIGS / device_folder(torch.cuda.get_device_name())
     folder.mkdir(parents=True, exist_ok=True)
@@ -273,7 +242,7 @@ def main() -> None:
     args = parser.parse_args()
     global layer
     layer = LAYERS[args.layer]
-    timer = Timer()
+    timer = ColdTimer()
     w13, w2 = experts()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, µs, L2 flushed by zeroing")
     if args.tune:

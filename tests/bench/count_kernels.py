@@ -8,14 +8,18 @@ compilation of about half a second. Prints, by kernel, the number of keys and wh
 
 import argparse
 import os
+import sys
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton.language  # noqa: F401  (before TRITON_INTERPRET is set: kernels must be compiled ones)
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+sys.path.append(str(Path(__file__).parents[1] / "kit"))
+from hopper import Hopper
 
 from loraplex.engine.config import LoRAConfig
 from loraplex.engine.graphs import decode_sizes, token_sizes
@@ -34,22 +38,6 @@ from loraplex.kernels.testing import random_weights
 
 CPU = torch.device("cpu")
 EXPERTS, TOP_K, HIDDEN, INNER, VOCABULARY = 128, 8, 128, 64, 1024
-
-
-class Hopper:
-    """What Triton asks of a driver before it compiles."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def is_active(self) -> bool:
-        return True
 
 
 def record(found: dict[str, dict[str, tuple[Any, Any]]]) -> None:

@@ -7,13 +7,17 @@ the predecessor would be read before they are written, which no run with unchang
 """
 
 import dataclasses
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+sys.path.append(str(Path(__file__).parents[1] / "kit"))
+from hopper import Hopper
 
 from loraplex.engine.config import LoRAConfig
 from loraplex.engine.lora.backend import make_backend
@@ -23,25 +27,6 @@ from loraplex.kernels.moe import expert_gemm, forward, pairs
 from loraplex.kernels.testing import plain_batch, random_weights
 
 CPU = torch.device("cpu")
-
-
-class Hopper:
-    """As much of a driver as compiling needs."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return CPU
-
-    def is_active(self) -> bool:
-        return True
 
 
 def compile_only(self: JITFunction, grid: Any) -> Any:
